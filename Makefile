@@ -1,0 +1,40 @@
+# make demo   train the built-in task, evaluate it, translate a few sentences
+# make test   lint, types, tests
+#
+# Both make .venv first, from the first python3 on PATH that is new enough, or from PYTHON=...
+
+NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PINS = pyproject.toml constraints.txt
+RUN = runs/demo
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	.venv/bin/python train.py --config configs/demo.py --workdir $(RUN)
+	.venv/bin/python benchmarks/demo_report.py $(RUN)
+
+test: .venv/installed-dev
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/pyrefly check --python-interpreter-path .venv/bin/python
+	.venv/bin/python -m pytest
+
+clean:
+	rm -rf .venv
+
+.venv/installed: $(PINS) | .venv
+	@echo "installing the pinned packages into .venv ..."
+	@$(PIP) -e .
+	@touch $@
+
+.venv/installed-dev: $(PINS) | .venv
+	@echo "installing the pinned packages into .venv ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@ .venv/installed
+
+.venv:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 on PATH: name one by PYTHON=..."; exit 2; }
+	@$(PYTHON) -m venv .venv

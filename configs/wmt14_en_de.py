@@ -1,0 +1,67 @@
+"""WMT 2014, English to German: the paper's main experiment (Table 2; Table 3, rows base and big).
+
+Data: the training archives of the WMT 2014 translation task unpacked under --data.dir, 4.5 million
+pairs, newstest2013 from its `dev` archive, and newstest2014 as plain text, which
+`sacrebleu -t wmt14/full -l en-de --echo src > newstest2014.en` writes (`--echo ref` for .de).
+
+base: 6 + 6 layers, D 512, F 2048, 8 heads, 100,000 steps
+    Expected  27.3 BLEU on newstest2014 in the paper, the last 5 checkpoints averaged, beam 4
+    Hardware  8 P100 in the paper
+    Time      12 hours in the paper, 0.4 s a step; not measured here
+    Command   python train.py --config configs/wmt14_en_de.py:base \\
+                  --workdir runs/wmt14_en_de_base --data.dir PATH
+
+big: 6 + 6 layers, D 1024, F 4096, 16 heads, dropout 0.3, 300,000 steps
+    Expected  28.4 BLEU on newstest2014 in the paper, the last 20 checkpoints averaged, beam 4
+    Hardware  8 P100 in the paper
+    Time      3.5 days in the paper, 1.0 s a step; not measured here
+    Command   python train.py --config configs/wmt14_en_de.py:big \\
+                  --workdir runs/wmt14_en_de_big --data.dir PATH
+
+The paper's BLEU is tokenised, with compounds split; sacreBLEU's 13a, used here, is another measure
+and gives lower figures for the same text.
+"""
+
+import dataclasses
+
+from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainConfig
+
+
+def base() -> Config:
+    return Config(
+        model=ModelConfig(),
+        data=DataConfig(
+            train=(
+                "training/europarl-v7.de-en.en",
+                "training/europarl-v7.de-en.de",
+                "commoncrawl.de-en.en",
+                "commoncrawl.de-en.de",
+                "training/news-commentary-v9.de-en.en",
+                "training/news-commentary-v9.de-en.de",
+            ),
+            validation=("dev/newstest2013.en", "dev/newstest2013.de"),
+            test=("newstest2014.en", "newstest2014.de"),
+            source_language="en",
+            target_language="de",
+            vocab_size=37_000,
+        ),
+        # The paper averages checkpoints 10 minutes apart: 1,500 steps of 0.4 s.
+        train=TrainConfig(steps=100_000, evaluate_every=6_000, checkpoint_every=1_500, keep_last=5),
+    )
+
+
+def big() -> Config:
+    config = base()
+    return dataclasses.replace(
+        config,
+        model=ModelConfig(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3),
+        # 10 minutes are 600 steps of 1.0 s.
+        train=TrainConfig(steps=300_000, evaluate_every=6_000, checkpoint_every=600, keep_last=20),
+    )
+
+
+VARIANTS = {"base": base(), "big": big()}
+
+
+def get_config(variant: str) -> Config:
+    return VARIANTS[variant]

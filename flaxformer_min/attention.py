@@ -1,0 +1,46 @@
+"""Scaled dot-product attention (paper, section 3.2.1) as a pure function."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from flaxformer_min.dropout import dropout
+
+
+def scaled_dot_product_attention(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B H S K"],
+    value: Float[Array, "B H S U"],
+    mask: Bool[Array, "#B #H #T S"],
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+    return_weights: bool = False,
+) -> Float[Array, "B H T U"] | tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
+    """softmax(Q K^T / sqrt(K) + M) V, with M minus infinity where the mask is False.
+
+    A masked key has weight exactly 0; a query with no allowed key has weights and output 0 (a
+    softmax over nothing, which would be NaN). Scores and softmax are at least float32 whatever
+    the inputs are; the output has the value's dtype. `return_weights` also gives [B, H, T, S],
+    before dropout.
+    """
+    at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.einsum(
+        "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
+    ) / jnp.sqrt(jnp.asarray(query.shape[-1], at_least_float32))
+    weights = masked_softmax(scores, mask)
+    read = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
+    output = jnp.einsum("BHTS,BHSU->BHTU", read, value, precision="highest")
+    return (output, weights) if return_weights else output
+
+
+def masked_softmax(
+    scores: Float[Array, "B H T S"], mask: Bool[Array, "#B #H #T S"]
+) -> Float[Array, "B H T S"]:
+    """Softmax over the allowed keys of each row; exactly 0 elsewhere and in rows that allow none.
+
+    The lowest finite number stands for minus infinity: a row without an allowed key then has a
+    finite softmax, and finite gradients, before the second `where` sets it to 0.
+    """
+    lowest = jnp.finfo(scores.dtype).min
+    return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1), 0)

@@ -1,0 +1,144 @@
+"""The command line: train, translate, score, evaluate, average.
+
+Exit status: 0 done; 2 the user's mistake, told in one line; 143 and 130 after SIGTERM and SIGINT;
+1 anything else. Each verb imports what it needs when it runs, so that --help answers at once.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from flaxformer_min.errors import UserError
+
+LINES_AT_ONCE = 4096  # that translate reads before it writes
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit status."""
+    try:
+        parser = _make_parser()
+        options, rest = parser.parse_known_args(arguments)
+        if rest and options.verb is not train:  # train's other flags override its config
+            raise UserError(f"unrecognized: {' '.join(rest)} (see {parser.prog} --help)")
+        return options.verb(options, rest) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stderr.close()
+        return 1
+
+
+def train(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Trains, or resumes if DIR holds checkpoints."""
+    from flaxformer_min.config_file import load_config
+
+    config = load_config(options.config, overrides)
+    from flaxformer_min import training
+
+    return training.run(config, Path(options.workdir), profile_steps=options.profile)
+
+
+def translate(options: argparse.Namespace, _: list[str]) -> None:
+    """Reads standard input, writes one line for each of its lines, in order."""
+    from flaxformer_min.parallel import decode_lines
+    from flaxformer_min.translate import Translator
+
+    translator = Translator.load(options.dir, options.step)
+    lines = decode_lines(sys.stdin.buffer, "standard input")
+    first = 1
+    while block := list(itertools.islice(lines, LINES_AT_ONCE)):
+        translations = translator.translate(
+            block,
+            beam_size=options.beam_size,
+            length_penalty_alpha=options.length_penalty_alpha,
+            first_line=first,
+        )
+        for translation in translations:
+            sys.stdout.buffer.write(translation.text.encode() + b"\n")
+        sys.stdout.buffer.flush()
+        first += len(block)
+
+
+def score(options: argparse.Namespace, _: list[str]) -> None:
+    """Writes the log-probability of each target given its source, one a line, EOS included."""
+    from flaxformer_min.translate import Translator
+
+    pairs = list(_pairs(options.source, options.target))
+    for log_probability in Translator.load(options.dir, options.step).score(pairs):
+        print(log_probability)
+
+
+def evaluate(options: argparse.Namespace, _: list[str]) -> None:
+    """Translates SOURCE and writes the BLEU record against REFERENCE as JSON."""
+    from flaxformer_min.evaluate import evaluate_files
+
+    pairs = list(_pairs(options.source, options.reference))
+    record = evaluate_files(options.dir, options.step, pairs)
+    print(json.dumps(record, indent=2))
+
+
+def average(options: argparse.Namespace, _: list[str]) -> None:
+    """Averages the parameters of the last checkpoints, by step number, in float32."""
+    from flaxformer_min.average import average as average_checkpoints
+
+    steps = average_checkpoints(options.dir, options.output, last=options.last)
+    print(f"{options.output}: the average of steps {', '.join(map(str, steps))}", file=sys.stderr)
+
+
+def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
+    """The pairs of two files; raises UserError naming both if their line counts differ."""
+    from flaxformer_min.parallel import read_lines
+
+    sources, targets = list(read_lines(source)), list(read_lines(target))
+    if len(sources) != len(targets):
+        raise UserError(f"{source} has {len(sources)} lines but {target} has {len(targets)}")
+    return zip(sources, targets, strict=True)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="flaxformer-min", description="The 2017 Transformer.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    def verb(function, *, reads_model: bool = True) -> argparse.ArgumentParser:
+        name, text = function.__name__, function.__doc__
+        sub = verbs.add_parser(name, help=text, description=text, add_help=name != "train")
+        sub.set_defaults(verb=function)
+        if reads_model:
+            sub.add_argument("dir", metavar="DIR", help="a workdir, or one checkpoint")
+            sub.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
+        return sub
+
+    sub = verb(train, reads_model=False)
+    sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
+    sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
+    sub.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace STEPS steps")
+    sub = verb(translate)
+    sub.add_argument("--beam-size", type=int, help="1 is greedy; the config's by default")
+    sub.add_argument("--length-penalty-alpha", type=float, help="the config's by default")
+    sub = verb(score)
+    sub.add_argument("--source", required=True)
+    sub.add_argument("--target", required=True)
+    sub = verb(evaluate)
+    sub.add_argument("--source", required=True)
+    sub.add_argument("--reference", required=True)
+    sub = verb(average, reads_model=False)
+    sub.add_argument("dir", metavar="DIR", help="a workdir")
+    sub.add_argument("--last", type=int, default=5, help="how many checkpoints")
+    sub.add_argument("--output", required=True, help="the folder to write")
+    return parser
+
+
+def _step(text: str) -> int | str:
+    return text if text == "best" else int(text)

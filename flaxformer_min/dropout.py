@@ -1,0 +1,22 @@
+"""Dropout with an explicit key (paper, section 5.4)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:
+    """Zeroes each entry with probability `rate` and divides the rest by 1 - rate.
+
+    No key means evaluation: x as it is. The mask has x's shape, so nothing is shared over
+    batch, heads or positions.
+    """
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0)
+
+
+def split(key: Key[Array, ""] | None, count: int) -> list[Key[Array, ""] | None]:
+    """`count` independent keys from one, or as many Nones in evaluation."""
+    return [None] * count if key is None else list(jax.random.split(key, count))

@@ -1,0 +1,166 @@
+"""The Transformer (paper, section 3): two stacks around one embedding matrix.
+
+Letters: B batch, S source length, T target length, D d_model, H heads, K d_k, U d_v, V vocabulary,
+M hypotheses of a sentence, L positions in a decoding cache.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from flaxformer_min.blocks import (
+    Cache,
+    DecoderLayer,
+    EncoderLayer,
+    KeysValues,
+    MaybeKey,
+    SourceMask,
+    TargetMask,
+    dense,
+)
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.dropout import dropout, split
+from flaxformer_min.positions import sinusoidal_positions
+
+
+class Transformer(nnx.Module):
+    """Owns every weight; holds no state, no mode and no random numbers.
+
+    A `key` turns dropout on, no key means evaluation. Masks are boolean, True = may attend (see
+    masks.py). Weights are float32; the activations are `config.compute_dtype`.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        self.config = config
+        layers = range(config.num_layers)
+        self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in layers])
+        self.decoder = nnx.List([DecoderLayer(config, rngs=rngs) for _ in layers])
+        # Section 3.4: with "all" this one matrix embeds both languages and makes the logits.
+        self.embedding = _table(rngs, vocab_size, config.d_model)
+        if config.share_embeddings != "all":
+            self.source_embedding = _table(rngs, vocab_size, config.d_model)
+        if config.share_embeddings == "none":
+            self.output_embedding = _table(rngs, vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.source_positions = _table(rngs, config.max_length, config.d_model)
+            self.target_positions = _table(rngs, config.max_length, config.d_model)
+
+    def encode(
+        self,
+        source: Int[Array, "B S"],
+        source_mask: SourceMask,
+        *,
+        key: MaybeKey = None,
+    ) -> Float[Array, "B S D"]:
+        """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
+        keys = split(key, len(self.encoder) + 1)
+        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
+        positions = self._positions("source", source.shape[1])
+        x = dropout(self._embed(table, source, positions[None]), self.config.dropout, keys[0])
+        for layer, layer_key in zip(self.encoder, keys[1:], strict=True):
+            x = layer(x, source_mask, layer_key)
+        return x
+
+    def decode_states(
+        self,
+        target_in: Int[Array, "B T"],
+        memory: Float[Array, "B S D"],
+        target_mask: TargetMask,
+        source_mask: SourceMask,
+        *,
+        key: MaybeKey = None,
+    ) -> Float[Array, "B T D"]:
+        """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
+        keys = split(key, len(self.decoder) + 1)
+        positions = self._positions("target", target_in.shape[1])
+        x = self._embed(self.embedding, target_in, positions[None])
+        x = dropout(x, self.config.dropout, keys[0])
+        memories = self.memory_keys_values(memory)
+        for layer, read, layer_key in zip(self.decoder, memories, keys[1:], strict=True):
+            x = layer(x, read, target_mask, source_mask, layer_key)
+        return x
+
+    def decode(
+        self,
+        target_in: Int[Array, "B T"],
+        memory: Float[Array, "B S D"],
+        target_mask: TargetMask,
+        source_mask: SourceMask,
+        *,
+        key: MaybeKey = None,
+    ) -> Float[Array, "B T V"]:
+        """As `decode_states`, projected to logits [B, T, V]."""
+        states = self.decode_states(target_in, memory, target_mask, source_mask, key=key)
+        return self.project(states)
+
+    def project(self, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The pre-softmax projection, without bias: states times the output matrix."""
+        return dense(states, self.output_table.T)
+
+    @property
+    def output_table(self) -> Float[Array, "V D"]:
+        """The matrix of the pre-softmax projection, [V, D]."""
+        share = self.config.share_embeddings
+        return (self.output_embedding if share == "none" else self.embedding)[...]
+
+    def init_cache(self, batch: int, hypotheses: int, length: int) -> list[Cache]:
+        """An empty decoding cache: per layer keys and values [B, M, H, length, K or U]."""
+        config, dtype = self.config, self._dtype
+        shape = (batch, hypotheses, config.num_heads, length)
+        return [
+            Cache(jnp.zeros((*shape, config.d_k), dtype), jnp.zeros((*shape, config.d_v), dtype))
+            for _ in self.decoder
+        ]
+
+    def memory_keys_values(self, memory: Float[Array, "B S D"]) -> list[KeysValues]:
+        """What each decoder layer reads of memory [B, S, D], the same at every step of decoding."""
+        return [layer.cross_attention.keys_values(memory) for layer in self.decoder]
+
+    def decode_step(
+        self,
+        tokens: Int[Array, "B M"],
+        index: Int[Array, ""],
+        cache: list[Cache],
+        memories: list[KeysValues],
+        source_mask: SourceMask,
+    ) -> tuple[Float[Array, "B M V"], list[Cache]]:
+        """One token of each hypothesis, [B, M], at position `index` -> logits [B, M, V] and cache.
+
+        Equal to the column `index` of `decode` on the whole prefix.
+        """
+        table = jnp.asarray(self._positions("target", cache[0].keys.shape[3]))
+        position = jax.lax.dynamic_slice_in_dim(table, index, 1)
+        x = self._embed(self.embedding, tokens, position[None])
+        new_cache = []
+        for layer, read, past in zip(self.decoder, memories, cache, strict=True):
+            x, past = layer.step(x, read, source_mask, past, index)
+            new_cache.append(past)
+        return self.project(x), new_cache
+
+    def _positions(self, side: str, length: int) -> Float[Array, "length D"]:
+        if self.config.positions == "sinusoidal":
+            return jnp.asarray(sinusoidal_positions(length, self.config.d_model))
+        table = self.source_positions if side == "source" else self.target_positions
+        return table[...][:length]
+
+    def _embed(
+        self,
+        table: nnx.Param,
+        ids: Int[Array, "B T"],
+        positions: Float[Array, "1 #T D"],
+    ) -> Float[Array, "B T D"]:
+        """Section 3.4 and 3.5: embedding times sqrt(D), plus the position."""
+        scaled = table[...][ids] * self.config.d_model**0.5
+        return (scaled + positions).astype(self._dtype)
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        """bfloat16 if asked for; else what the weights are, so that float64 weights stay so."""
+        bfloat16 = self.config.compute_dtype == "bfloat16"
+        return jnp.dtype(jnp.bfloat16) if bfloat16 else self.embedding[...].dtype
+
+
+def _table(rngs: nnx.Rngs, rows: int, d_model: int) -> nnx.Param:
+    """A [rows, D] matrix, normal with standard deviation D^-0.5."""
+    return nnx.Param(jax.random.normal(rngs.params(), (rows, d_model)) * d_model**-0.5)

@@ -1,0 +1,276 @@
+"""Search: from next-token log-probabilities to the best translations (paper, section 6.1).
+
+The search knows no model. A step function takes the token each hypothesis emitted last, a cache and
+the index of that token (BOS has index 0), and gives the log-probabilities of the next token and
+the new cache. Cache leaves are [B, M, ...] and follow their hypotheses; what belongs to a sentence
+(memory, masks) the step function closes over.
+
+Letters: B sentences, M hypotheses kept alive per sentence (the beam), N returned, T tokens,
+V vocabulary. Lengths count EOS and not BOS. A hypothesis whose log-probability is -inf does not
+exist: it fills a place for which there was no candidate.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+
+StepFn = Callable[[Int[Array, "B M"], PyTree, Int[Array, ""]], tuple[Float[Array, "B M V"], PyTree]]
+
+
+class Hypotheses(NamedTuple):
+    """The N best of each sentence, best first, finished ones before unfinished ones.
+
+    tokens end in EOS if finished and are then padded; scores are log_probs / length_penalty.
+    A place without a hypothesis has score -inf, length 0, only pad tokens, and is not finished.
+    """
+
+    tokens: Int[Array, "B N T"]
+    scores: Float[Array, "B N"]
+    lengths: Int[Array, "B N"]
+    log_probs: Float[Array, "B N"]
+    finished: Bool[Array, "B N"]
+
+
+class _Beam(NamedTuple):
+    """M hypotheses of each sentence; tokens begin with BOS, which lengths do not count."""
+
+    tokens: Int[Array, "B M T+1"]
+    log_probs: Float[Array, "B M"]
+    lengths: Int[Array, "B M"]
+
+
+class _State(NamedTuple):
+    index: Int[Array, ""]  # tokens emitted so far, by the sentences still at work
+    alive: _Beam
+    finished: _Beam
+    done: Bool[Array, " B"]
+    cache: PyTree
+
+
+def length_penalty(
+    lengths: Int[Array, "*shape"], alpha: float | Float[Array, ""]
+) -> Float[Array, "*shape"]:
+    """((5 + n) / 6)^alpha (Wu et al. 2016), by which a log-probability is divided."""
+    return ((5.0 + lengths) / 6.0) ** alpha
+
+
+def beam_search(
+    step_fn: StepFn,
+    cache: PyTree,
+    *,
+    bos_id: int,
+    eos_id: int,
+    pad_id: int,
+    max_lengths: Int[Array, " B"],
+    length: int,
+    beam_size: int,
+    length_penalty_alpha: float | Float[Array, ""],
+    never_generated: tuple[int, ...] = (),
+    n_best: int = 1,
+) -> Hypotheses:
+    """The n_best translations of each sentence that a beam of beam_size finds.
+
+    Each step ranks the 2M best one-token extensions; those that end in EOS join the finished, the
+    best M others live on (tensor2tensor's rules). A sentence stops when nothing alive can enter its
+    n_best any more, or at max_lengths[b] <= length tokens; from then on its hypotheses are frozen,
+    so neighbours do not matter. What is still alive then is scored at its length and ranked last.
+    never_generated ids lose their probability without renormalisation: scores stay the model's.
+
+    Shapes: cache leaves [B, M, ...]; the result has N = n_best <= beam_size and T = length.
+    beam_size 1 is greedy search by definition.
+    """
+    assert 1 <= n_best <= beam_size, (n_best, beam_size)
+    if beam_size == 1:
+        return greedy_search(
+            step_fn,
+            cache,
+            bos_id=bos_id,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            max_lengths=max_lengths,
+            length=length,
+            length_penalty_alpha=length_penalty_alpha,
+            never_generated=never_generated,
+        )
+    alpha = length_penalty_alpha
+
+    def step(state: _State) -> _State:
+        log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
+        candidates, parents = _extend(state.alive, _forbid(log_probs, never_generated), state.index)
+        ended = candidates.tokens[:, :, state.index + 1] == eos_id
+        pool = _join(state.finished, _only(candidates, ended))
+        finished, _ = _best(pool, _scores(pool, alpha), beam_size)
+        going = _only(candidates, ~ended)
+        alive, kept = _best(going, going.log_probs, beam_size)
+        alive = _select(state.done, state.alive, alive)
+        finished = _select(state.done, state.finished, finished)
+        return _State(
+            state.index + 1,
+            alive,
+            finished,
+            _settled(alive, finished, max_lengths, alpha, n_best),
+            _take(cache, jnp.take_along_axis(parents, kept, axis=1)),
+        )
+
+    start = _start(max_lengths.shape[0], beam_size, length, bos_id, pad_id)
+    alive, finished = _run(step, start, cache, max_lengths)
+    return _ranked(finished, alive, alpha, pad_id, n_best)
+
+
+def greedy_search(
+    step_fn: StepFn,
+    cache: PyTree,
+    *,
+    bos_id: int,
+    eos_id: int,
+    pad_id: int,
+    max_lengths: Int[Array, " B"],
+    length: int,
+    length_penalty_alpha: float | Float[Array, ""],
+    never_generated: tuple[int, ...] = (),
+) -> Hypotheses:
+    """The likeliest token at every step until EOS or max_lengths[b] tokens; N = M = 1.
+
+    Cache leaves are [B, 1, ...]. Arguments and result are those of beam_search.
+    """
+
+    def step(state: _State) -> _State:
+        log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
+        # The same as max and argmax, and several times faster on a CPU.
+        best, token = lax.top_k(_forbid(log_probs, never_generated)[:, 0], 1)
+        longer = _Beam(
+            state.alive.tokens.at[:, :, state.index + 1].set(token),
+            state.alive.log_probs + best,
+            state.alive.lengths + 1,
+        )
+        ended = (token[:, 0] == eos_id) & ~state.done
+        finished = _select(~ended, state.finished, longer)
+        alive = _select(state.done, state.alive, _only(longer, ~ended[:, None]))
+        done = state.done | ended | (alive.lengths[:, 0] >= max_lengths)
+        return _State(state.index + 1, alive, finished, done, cache)
+
+    start = _start(max_lengths.shape[0], 1, length, bos_id, pad_id)
+    alive, finished = _run(step, start, cache, max_lengths)
+    return _ranked(finished, alive, length_penalty_alpha, pad_id, n_best=1)
+
+
+def _start(batch: int, beam: int, length: int, bos_id: int, pad_id: int) -> _Beam:
+    """One empty hypothesis per sentence, probability 1; the other places hold none."""
+    tokens = jnp.full((batch, beam, length + 1), pad_id, jnp.int32).at[:, :, 0].set(bos_id)
+    # The default float is float32, and float64 where jax_enable_x64 is on.
+    log_probs = jnp.full((batch, beam), -jnp.inf, jnp.result_type(float)).at[:, 0].set(0.0)
+    return _Beam(tokens, log_probs, jnp.zeros((batch, beam), jnp.int32))
+
+
+def _run(
+    step: Callable[[_State], _State], start: _Beam, cache: PyTree, max_lengths: Int[Array, " B"]
+) -> tuple[_Beam, _Beam]:
+    """Steps until every sentence is done: the alive and the finished hypotheses at the end."""
+    nothing = _only(start, jnp.zeros_like(start.lengths, bool))
+    state = _State(jnp.int32(0), start, nothing, max_lengths <= 0, cache)
+    state = lax.while_loop(lambda state: ~jnp.all(state.done), step, state)
+    return state.alive, state.finished
+
+
+def _forbid(
+    log_probs: Float[Array, "B M V"], never_generated: tuple[int, ...]
+) -> Float[Array, "B M V"]:
+    """-inf for the ids never generated; the others keep their values."""
+    forbidden = np.isin(np.arange(log_probs.shape[-1]), never_generated)
+    return jnp.where(forbidden[None, None, :], -jnp.inf, log_probs.astype(jnp.result_type(float)))
+
+
+def _extend(
+    alive: _Beam, log_probs: Float[Array, "B M V"], index: Int[Array, ""]
+) -> tuple[_Beam, Int[Array, "B 2*M"]]:
+    """The 2M likeliest extensions by one token, best first, and the place of each one's parent.
+
+    At most M of them can end in EOS, one for each parent, so at least M go on.
+    """
+    batch, beam, vocab = log_probs.shape
+    totals = (alive.log_probs[:, :, None] + log_probs).reshape(batch, beam * vocab)
+    totals, choices = lax.top_k(totals, 2 * beam)
+    parents, last = choices // vocab, choices % vocab
+    tokens, lengths = _take((alive.tokens, alive.lengths), parents)
+    return _Beam(tokens.at[:, :, index + 1].set(last), totals, lengths + 1), parents
+
+
+def _settled(
+    alive: _Beam,
+    finished: _Beam,
+    max_lengths: Int[Array, " B"],
+    alpha: float | Float[Array, ""],
+    n_best: int,
+) -> Bool[Array, " B"]:
+    """Whether nothing alive can enter the n_best: none is left, too long, or too unlikely.
+
+    Log-probabilities only fall, so the best alive one divided by the largest penalty still to come
+    is a bound. The penalty is monotone in the length: its largest value is at the next length
+    (alpha < 0) or at the last.
+    """
+    lengths = alive.lengths[:, 0]
+    penalty = jnp.maximum(length_penalty(lengths + 1, alpha), length_penalty(max_lengths, alpha))
+    bound = jnp.max(alive.log_probs, axis=1) / penalty
+    return (_scores(finished, alpha)[:, n_best - 1] >= bound) | (lengths >= max_lengths)
+
+
+def _ranked(
+    finished: _Beam, alive: _Beam, alpha: float | Float[Array, ""], pad_id: int, n_best: int
+) -> Hypotheses:
+    """The n_best in the order finished, unfinished, none; each of the two is sorted already."""
+    both = _join(finished, alive)
+    is_finished = jnp.arange(both.lengths.shape[1]) < finished.lengths.shape[1]
+    exists = both.log_probs > -jnp.inf
+    group = jnp.where(exists, jnp.where(is_finished[None, :], 0, 1), 2)
+    order = jnp.argsort(group, axis=1, stable=True)[:, :n_best]
+    best, group, scores = _take((both, group, _scores(both, alpha)), order)
+    return Hypotheses(
+        tokens=jnp.where(group[:, :, None] < 2, best.tokens[:, :, 1:], pad_id),
+        scores=scores,
+        lengths=jnp.where(group < 2, best.lengths, 0),
+        log_probs=best.log_probs,
+        finished=group == 0,
+    )
+
+
+def _scores(beam: _Beam, alpha: float | Float[Array, ""]) -> Float[Array, "B M"]:
+    return beam.log_probs / length_penalty(beam.lengths, alpha)
+
+
+def _only(beam: _Beam, keep: Bool[Array, "B M"]) -> _Beam:
+    """The hypotheses marked by keep; the others cease to exist."""
+    return beam._replace(log_probs=jnp.where(keep, beam.log_probs, -jnp.inf))
+
+
+def _join(first: _Beam, second: _Beam) -> _Beam:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
+
+
+def _select(where: Bool[Array, " B"], yes: _Beam, no: _Beam) -> _Beam:
+    """Sentence by sentence yes or no."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(where.reshape(-1, *(1,) * (a.ndim - 1)), a, b), yes, no
+    )
+
+
+def _best(
+    beam: _Beam, keys: Float[Array, "B M"], count: int
+) -> tuple[_Beam, Int[Array, "B {count}"]]:
+    """The count hypotheses with the largest keys, largest first, and their places."""
+    _, places = lax.top_k(keys, count)
+    return _take(beam, places), places
+
+
+def _take(tree: PyTree[Shaped[Array, "B M ..."]], places: Int[Array, "B N"]) -> PyTree:
+    """From every leaf [B, M, ...] the given places of axis 1: [B, N, ...], in one gather each."""
+
+    def take(leaf: Shaped[Array, "B M ..."]) -> Shaped[Array, "B N ..."]:
+        index = places.reshape(*places.shape, *(1,) * (leaf.ndim - 2))
+        return jnp.take_along_axis(leaf, index, axis=1, mode="promise_in_bounds")
+
+    return jax.tree.map(take, tree)

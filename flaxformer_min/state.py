@@ -1,0 +1,46 @@
+"""What training carries from step to step, and how it is born."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Int
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model import Transformer
+
+Params = dict[str, Any]  # nested by module names; leaves are arrays
+
+
+class TrainState(NamedTuple):
+    """Everything that decides the future, beside the config and the corpus."""
+
+    step: Int[Array, ""]  # batches taken so far; the next batch is number `step`
+    params: Params
+    opt_state: optax.OptState
+    skipped: Int[Array, ""]  # steps whose loss or gradient was not finite
+    skipped_in_a_row: Int[Array, ""]
+
+
+def split_model(config: ModelConfig, vocab_size: int) -> tuple[nnx.GraphDef, Params]:
+    """The structure of a Transformer and its parameters as shapes, without allocating them."""
+    model = nnx.eval_shape(lambda: Transformer(config, vocab_size, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def init_state(
+    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
+    """A fresh state: step 0, weights drawn from `seed`. Traceable, so it can be born sharded."""
+    model = Transformer(config, vocab_size, rngs=nnx.Rngs(seed))
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(params), zero, zero)
+
+
+def count_parameters(params: Params) -> int:
+    """The number of scalars in a tree of arrays or shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

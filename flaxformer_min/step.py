@@ -1,0 +1,118 @@
+"""One training step as a pure function of (state, batch, key)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from flaxformer_min.batching import Batch
+from flaxformer_min.loss import projected_cross_entropy
+from flaxformer_min.masks import causal_mask, padding_mask
+from flaxformer_min.state import Params, TrainState
+
+LOSS_TOKENS = 512  # target positions whose logits are held at once
+
+
+class Metrics(NamedTuple):
+    """Of one step, on the global batch."""
+
+    loss: Float[Array, ""]  # label-smoothed, nats per target token
+    tokens: Float[Array, ""]  # target tokens, EOS included
+    gradient_norm: Float[Array, ""]
+    skipped: Int[Array, ""]  # steps so far that were not finite
+    skipped_in_a_row: Int[Array, ""]
+
+
+def shift_right(target: Int[Array, "B T"], bos_id: int) -> Int[Array, "B T"]:
+    """What the decoder reads: BOS, then every token but the last (section 3.1)."""
+    return jnp.pad(target, ((0, 0), (1, 0)), constant_values=bos_id)[:, :-1]
+
+
+def loss_sums(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    batch: Batch,
+    *,
+    pad_id: int,
+    bos_id: int,
+    smoothing: float,
+    key: Key[Array, ""] | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(sum of losses, number of target tokens) of a batch; no key means without dropout."""
+    model = nnx.merge(graphdef, params)
+    encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
+    source, target = jnp.asarray(batch.source), jnp.asarray(batch.target)
+    source_mask = padding_mask(source, pad_id)
+    target_in = shift_right(target, bos_id)
+    target_mask = padding_mask(target_in, pad_id) & causal_mask(target_in.shape[1])
+    memory = model.encode(source, source_mask, key=encoder_key)
+    states = model.decode_states(target_in, memory, target_mask, source_mask, key=decoder_key)
+    weights = (target != pad_id).astype(jnp.float32)
+    chunk = max(1, LOSS_TOKENS // len(target))
+    return projected_cross_entropy(states, model.output_table, target, weights, smoothing, chunk)
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    *,
+    pad_id: int,
+    bos_id: int,
+    smoothing: float,
+    accumulation: int = 1,
+) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
+    """The function (state, batch, root_key) -> (state, metrics), to be jitted by the caller.
+
+    The gradient is that of the mean over all target tokens of the batch, also when its rows are
+    split into `accumulation` micro-batches. Dropout's key is the root key folded with the step
+    and the micro-batch. A step whose loss or gradient is not finite changes neither parameters
+    nor optimizer; it is counted, and the step number goes on.
+    """
+
+    def micro_gradient(params, batch, key):
+        def total(params):
+            return loss_sums(
+                graphdef, params, batch, pad_id=pad_id, bos_id=bos_id, smoothing=smoothing, key=key
+            )
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    def gradient(params, batch, key):
+        """Sums over the batch: ((loss, tokens), gradient)."""
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(accumulation))
+        if accumulation == 1:
+            return micro_gradient(params, batch, keys[0])
+        # Strided rows: each micro-batch takes its share of every device's rows.
+        micro = jax.tree.map(
+            lambda x: x.reshape(-1, accumulation, x.shape[1]).swapaxes(0, 1), batch
+        )
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, micro_gradient(params, *part)), None
+
+        shapes = jax.eval_shape(micro_gradient, params, jax.tree.map(lambda x: x[0], micro), key)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.lax.scan(add, zeros, (micro, keys))[0]
+
+    def train_step(state, batch, root_key):
+        key = jax.random.fold_in(root_key, state.step)
+        (loss, tokens), grads = gradient(state.params, batch, key)
+        count = jnp.maximum(tokens, 1)
+        loss, grads = loss / count, jax.tree.map(lambda grad: grad / count, grads)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = (optax.apply_updates(state.params, updates), opt_state)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
+        )
+        in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        state = TrainState(state.step + 1, params, opt_state, skipped, in_a_row)
+        return state, Metrics(loss, tokens, norm, skipped, in_a_row)
+
+    return train_step

@@ -1,0 +1,188 @@
+"""Text to token ids and back: one SentencePiece BPE model for both languages (section 5.1)."""
+
+import hashlib
+import io
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import SupportsIndex
+
+import sentencepiece
+
+from flaxformer_min.config import DataConfig
+from flaxformer_min.errors import UserError
+
+PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # of every model trained here
+LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
+
+
+class Tokenizer:
+    """A SentencePiece model and the four special ids, which are all different.
+
+    A model that lacks pad, bos or eos gets ids for them above its last piece. Every line comes back
+    as it was, up to what the model's own normalisation changes; with a model trained here and byte
+    fallback only U+2581, SentencePiece's mark for a space, comes back as a space.
+    """
+
+    def __init__(self, model_bytes: bytes) -> None:
+        """Raises UserError where the bytes are no SentencePiece model."""
+        self.model_bytes = model_bytes
+        self.sha256 = hashlib.sha256(model_bytes).hexdigest()
+        self._processor = _processor(model_bytes)
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.unk_id: int = self._processor.unk_id()
+        self._added: dict[int, str] = {}
+        self.pad_id = self._own_or_added(self._processor.pad_id(), "<pad>")
+        self.bos_id = self._own_or_added(self._processor.bos_id(), "<s>")
+        self.eos_id = self._own_or_added(self._processor.eos_id(), "</s>")
+        self.never_generated = self._never_generated()
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Reads a model file; raises UserError naming it where it is missing or malformed."""
+        try:
+            return cls(Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; give a SentencePiece model file") from None
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+    def encode(self, line: str) -> list[int]:
+        """The ids of one line, EOS last. Control symbols in the text are ordinary text."""
+        return [*self._processor.encode(line), self.eos_id]
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """As `encode`, for many lines at once and faster."""
+        return [[*ids, self.eos_id] for ids in self._processor.encode(list(lines))]
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        """The text before the first EOS, without pad and bos.
+
+        Bytes that are no UTF-8 become U+FFFD; a line break becomes a space, so that the text
+        stays one line.
+        """
+        text = self._processor.decode(self._content(ids))
+        return text.replace("\n", " ").replace("\r", " ")
+
+    def pieces(self, ids: Iterable[SupportsIndex]) -> list[str]:
+        """The name of each id, special ids included."""
+        return [self._added.get(i) or self._processor.id_to_piece(i) for i in map(int, ids)]
+
+    def _content(self, ids: Iterable[SupportsIndex]) -> list[int]:
+        content = []
+        for i in map(int, ids):
+            if i == self.eos_id:
+                break
+            if i not in (self.pad_id, self.bos_id):
+                content.append(i)
+        return content
+
+    def _own_or_added(self, own_id: int, name: str) -> int:
+        if own_id >= 0:
+            return own_id
+        self._added[self.vocab_size] = name
+        self.vocab_size += 1
+        return self.vocab_size - 1
+
+    def _never_generated(self) -> tuple[int, ...]:
+        """Special ids other than EOS and unk, and every piece that holds a line break."""
+        model = self._processor
+        own = range(model.get_piece_size())
+        control = {i for i in own if model.is_control(i)} - {self.eos_id}
+        line_breaks = {i for i in own if _breaks_line(model.id_to_piece(i), model.is_byte(i))}
+        return tuple(sorted({self.pad_id, self.bos_id} | control | line_breaks))
+
+
+def prepare_tokenizer(config: DataConfig, lines: Iterable[str]) -> Tokenizer:
+    """The tokenizer of `config.tokenizer`, or one trained on `lines` (only then are they read).
+
+    Raises UserError where an existing model's size is not `config.vocab_size`.
+    """
+    if config.tokenizer is None:
+        return Tokenizer(train_tokenizer(lines, config))
+    path = Path(config.dir) / config.tokenizer
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise UserError(
+            f"data.vocab_size is {config.vocab_size}, but {path} has {tokenizer.vocab_size} ids; "
+            f"set data.vocab_size to {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
+    """Trains a BPE model on lines of both languages; returns the bytes of its model file.
+
+    The text is taken as it is: no normalisation, no whitespace removed (SentencePiece's defaults
+    would destroy U+2028, U+202F and U+00A0). At most `config.tokenizer_max_lines` lines are used,
+    drawn with `config.seed`. The same lines and config give the same bytes.
+    Raises UserError where the vocabulary asked for does not fit the corpus.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(_sample(lines, config.tokenizer_max_lines, config.seed)),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=config.vocab_size,
+            character_coverage=config.character_coverage,
+            byte_fallback=config.byte_fallback,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            pad_id=PAD_ID,
+            unk_id=UNK_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            max_sentence_length=LONGEST_TRAINING_LINE,
+            num_threads=1,  # the order of work decides ties
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _training_error(str(error), config.vocab_size) from error
+    return model.getvalue()
+
+
+def _sample(lines: Iterable[str], size: int, seed: int) -> list[str]:
+    """At most `size` of the lines, each as likely as any other (reservoir sampling).
+
+    SentencePiece can sample too, but always with the same seed.
+    """
+    draw = random.Random(seed)
+    kept: list[str] = []
+    for number, line in enumerate(lines):
+        if number < size:
+            kept.append(line)
+        elif (place := draw.randrange(number + 1)) < size:
+            kept[place] = line
+    return kept
+
+
+def _training_error(message: str, asked: int) -> UserError | RuntimeError:
+    """SentencePiece's message as ours; what is not the user's mistake stays a RuntimeError."""
+    if found := re.search(r"Vocabulary size too high .* <= (\d+)", message):
+        return UserError(
+            f"data.vocab_size: {asked} is more than this corpus gives; at most {found[1]}"
+        )
+    if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
+        return UserError(
+            f"data.vocab_size: {asked} does not hold this corpus's characters; "
+            f"at least {found[1]}, or lower data.character_coverage"
+        )
+    if "sentences_.empty()" in message:
+        return UserError("data.train: no line to train a tokenizer on")
+    return RuntimeError(message)
+
+
+def _breaks_line(piece: str, is_byte: bool) -> bool:
+    return "\n" in piece or "\r" in piece or (is_byte and piece in ("<0x0A>", "<0x0D>"))
+
+
+def _processor(model_bytes: bytes) -> sentencepiece.SentencePieceProcessor:
+    if not model_bytes:  # SentencePiece would take it for a model still to be loaded
+        raise UserError("empty; give a SentencePiece model file")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+    except RuntimeError:
+        raise UserError("not a SentencePiece model, or damaged") from None

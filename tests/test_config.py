@@ -1,0 +1,391 @@
+"""The config: what is refused and in which words, JSON, files and flags, what may change."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flaxformer_min.config import (
+    FIELD_TYPES,
+    Config,
+    DataConfig,
+    ModelConfig,
+    check_resume,
+    config_from_json,
+    config_to_json,
+    flat,
+    validate,
+)
+from flaxformer_min.config_file import load_config
+from flaxformer_min.errors import UserError
+
+CONFIG = Config(
+    model=ModelConfig(dropout=0.3),
+    data=DataConfig(
+        train=("a.en", "a.de", "b.en.gz", "b.de.gz"),
+        validation=("dev.en", "dev.de"),
+        source_language="en",
+        target_language="de",
+        vocab_size=10_007,
+    ),
+)
+
+# A value other than CONFIG's, and allowed, for every field that has no number to add 1 to.
+OTHER_VALUES = {
+    "model.positions": "learned",
+    "model.share_embeddings": "target",
+    "model.compute_dtype": "bfloat16",
+    "model.d_model": 514,
+    "data.source": "phrases",
+    "data.train": ("c.en", "c.de"),
+    "data.validation": ("c.en", "c.de"),
+    "data.test": ("c.en", "c.de"),
+    "data.tokenizer": "spm.model",
+    "data.byte_fallback": False,
+    "data.character_coverage": 0.5,
+    "data.row_multiple": 16,
+    "optimizer.peak_learning_rate": 1e-3,
+    "optimizer.clip_norm": 1.0,
+    "optimizer.accumulation": 2,
+    "train.initialize_from": "runs/first",
+    "decode.bleu_tokenize": "none",
+    "mesh.data": 2,
+}
+
+
+def changed(config: Config, key: str, value: object) -> Config:
+    """`config` with one field, named with its section, set to a value."""
+    section, field = key.split(".")
+    part = dataclasses.replace(getattr(config, section), **{field: value})
+    return dataclasses.replace(config, **{section: part})
+
+
+def other_value(key: str) -> object:
+    """An allowed value of the field that CONFIG does not have."""
+    value = flat(CONFIG)[key]
+    if key in OTHER_VALUES:
+        return OTHER_VALUES[key]
+    if isinstance(value, str):
+        return value + "x"
+    return value / 2 + 0.01 if isinstance(value, float) else value + 1
+
+
+def message_of(action, *arguments) -> str:
+    """The text of the UserError that the action ends in, which is one line."""
+    with pytest.raises(UserError) as caught:
+        action(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# JSON
+
+
+@pytest.mark.parametrize("key", [key for key in FIELD_TYPES if key != "data.source"])
+def test_a_config_reads_back_from_json_as_it_was(key: str) -> None:
+    config = changed(CONFIG, key, other_value(key))
+    assert config != CONFIG
+    back = config_from_json(config_to_json(config))
+    assert back == config
+    assert type(flat(back)[key]) is type(flat(config)[key])
+
+
+def test_json_keeps_the_order_of_the_fields() -> None:
+    tree = json.loads(config_to_json(CONFIG))
+    assert [f"{s}.{f}" for s, section in tree.items() for f in section] == list(FIELD_TYPES)
+
+
+def test_a_field_missing_from_json_takes_its_default() -> None:
+    tree = json.loads(config_to_json(changed(CONFIG, "optimizer.beta2", 0.5)))
+    del tree["optimizer"]["beta2"], tree["mesh"]
+    assert config_from_json(json.dumps(tree)) == CONFIG
+
+
+def test_a_whole_number_is_read_as_a_float_where_one_belongs() -> None:
+    tree = json.loads(config_to_json(CONFIG))
+    tree["model"]["dropout"] = 0
+    dropout = config_from_json(json.dumps(tree)).model.dropout
+    assert dropout == 0.0 and isinstance(dropout, float)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("model", "num_layers", "2", "model.num_layers is '2': it must be a whole number"),
+        ("model", "num_layers", 2.0, "model.num_layers is 2.0: it must be a whole number"),
+        ("model", "num_layers", True, "model.num_layers is True: it must be a whole number"),
+        ("model", "num_layers", None, "model.num_layers is None: it must be a whole number"),
+        ("model", "dropout", "0.1", "model.dropout is '0.1': it must be a number"),
+        ("model", "dropout", 10**400, "it must be a number"),
+        ("model", "dropout", float("nan"), "model.dropout is nan: it must be at least 0"),
+        ("model", "positions", "none", "is 'none': it must be one of sinusoidal, learned"),
+        ("data", "train", "a.en a.de", "is 'a.en a.de': it must be a list of strings"),
+        ("data", "train", ["a.en", 3], "data.train is 3: it must be a string"),
+        ("data", "tokenizer", 3, "data.tokenizer is 3: it must be a string"),
+        ("data", "byte_fallback", 1, "data.byte_fallback is 1: it must be True or False"),
+        ("model", "num_layer", 2, "model.num_layer is no field of the config: did you mean"),
+    ],
+)
+def test_a_wrong_field_in_json_is_named(
+    section: str, field: str, value: object, message: str
+) -> None:
+    tree = json.loads(config_to_json(CONFIG))
+    tree[section][field] = value
+    assert message in message_of(config_from_json, json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the config is not JSON"),
+        ("{" * 100_000, "the config is not JSON"),
+        ("[" * 100_000, "the config is not JSON"),
+        ("[]", "the config is []: it must be a JSON object"),
+        ("{}", "model is missing"),
+        ('{"model": 3, "data": {}}', "section model is 3: it must be a JSON object"),
+        ('{"model": {}, "data": {"train": []}}', "data.validation is missing"),
+        ('{"model": {}, "data": {}, "optimiser": {}}', "optimiser is no field of the config"),
+    ],
+)
+def test_text_that_is_no_config_is_refused(text: str, message: str) -> None:
+    assert message in message_of(config_from_json, text)
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("model.num_layers", 0, "at least 1"),
+        ("model.d_v", -1, "at least 1"),
+        ("model.d_model", 511, "even for sinusoidal positions"),
+        ("model.dropout", 1.0, "at least 0 and below 1"),
+        ("model.dropout", -0.1, "at least 0 and below 1"),
+        ("model.max_length", 255, "at least data.max_length (256)"),
+        ("data.source", "file", "'files' or 'phrases'"),
+        ("data.train", ("a.en",), "two file names"),
+        ("data.train", (), "given"),
+        ("data.validation", (), "given"),
+        ("data.source_language", "", "a language such as 'en'"),
+        ("data.vocab_size", 260, "at least 261"),
+        ("data.character_coverage", 0.0, "above 0 and at most 1"),
+        ("data.num_buckets", 0, "at least 1"),
+        ("data.max_length", 1, "at least 2"),
+        ("data.seed", -1, "from 0"),
+        ("optimizer.peak_learning_rate", 0.0, "above 0, or None"),
+        ("optimizer.clip_norm", -1.0, "above 0, or None"),
+        ("optimizer.warmup_steps", 0, "at least 1"),
+        ("optimizer.beta1", 1.0, "at least 0 and below 1"),
+        ("optimizer.epsilon", 0.0, "above 0"),
+        ("optimizer.accumulation", 3, "a divisor of data.row_multiple (8)"),
+        ("optimizer.accumulation", 0, "a divisor of data.row_multiple (8)"),
+        ("train.evaluate_every", 0, "at least 1"),
+        ("train.checkpoint_every", 0, "at least 1"),
+        ("train.keep_last", 0, "at least 1"),
+        ("train.keep_best", -1, "at least 0"),
+        ("train.label_smoothing", 1.0, "at least 0 and below 1"),
+        ("train.seed", 2**32, "from 0 to 4294967295"),
+        ("decode.beam_size", 0, "at least 1"),
+        ("decode.length_penalty_alpha", float("inf"), "finite"),
+        ("decode.max_length_offset", -1, "at least 0"),
+        ("decode.bleu_tokenize", "12a", "13a"),
+        ("mesh.tensor", 0, "at least 1, or -1 for the rest"),
+        ("mesh.tensor", -1, "only one axis can be -1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(key: str, value: object, rule: str) -> None:
+    text = message_of(validate, changed(CONFIG, key, value))
+    at_fault = "mesh.data" if rule == "only one axis can be -1" else key
+    assert text.startswith(f"{at_fault} is ") and rule in text
+
+
+def test_learned_positions_take_an_odd_d_model() -> None:
+    validate(changed(changed(CONFIG, "model.positions", "learned"), "model.d_model", 7))
+
+
+def test_phrases_take_one_slice() -> None:
+    phrases = changed(changed(CONFIG, "data.source", "phrases"), "data.train", ("train[:7]",))
+    assert "data.validation is ('dev.en', 'dev.de')" in message_of(validate, phrases)
+    validate(changed(phrases, "data.validation", ("validation[:7]",)))
+
+
+# Resuming
+
+
+FREE = {
+    *("data.dir", "data.train", "data.validation", "data.test", "data.tokenizer"),
+    *("train.steps", "train.evaluate_every", "train.checkpoint_every"),
+    *("train.keep_last", "train.keep_best", "train.initialize_from"),
+    *(key for key in FIELD_TYPES if key.startswith(("mesh.", "decode."))),
+}
+
+
+@pytest.mark.parametrize("key", FIELD_TYPES)
+def test_a_run_goes_on_only_under_a_config_that_leaves_it_the_same_run(key: str) -> None:
+    new = changed(CONFIG, key, other_value(key))
+    if key in FREE:
+        check_resume(CONFIG, new)
+    else:
+        text = message_of(check_resume, CONFIG, new)
+        assert text.startswith(f"{key} was {flat(CONFIG)[key]!r} ")
+        assert f" {other_value(key)!r} now" in text
+
+
+def test_fewer_steps_than_before_are_refused() -> None:
+    text = message_of(check_resume, CONFIG, changed(CONFIG, "train.steps", 99_999))
+    assert text.startswith("train.steps was 100000 ") and "it can only grow" in text
+
+
+# Files and flags
+
+FILE = """
+from flaxformer_min.config import Config, DataConfig, ModelConfig
+
+def get_config():
+    data = DataConfig(train=("a", "b"), validation=("c", "d"), source_language="en",
+                      target_language="de", vocab_size=10_007)
+    return Config(model=ModelConfig(dropout=0.3), data=data)
+"""
+TWO_VARIANTS = (
+    FILE.replace("get_config()", "get_config(name)").replace("0.3", "VARIANTS[name]")
+    + 'VARIANTS = {"low": 0.1, "high": 0.5}'
+)
+# Set behind the back of beartype, which checks types in the tests alone.
+WRONG_TYPE = (
+    FILE.replace("return Config(", "config = Config(")
+    + """
+    object.__setattr__(config.model, "num_layers", 0.3)
+    return config
+"""
+)
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a config file and gives its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "recipe.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--model.dropout", "0.2"], "model.dropout", 0.2),
+        (["--model.d_ff=7"], "model.d_ff", 7),
+        (["--model.d-ff", "7"], "model.d_ff", 7),
+        (["--model.d-ff", "5", "--model.d_ff", "7"], "model.d_ff", 7),
+        (["--model.positions", "learned"], "model.positions", "learned"),
+        (["--data.train", "x", "y", "z", "u"], "data.train", ("x", "y", "z", "u")),
+        (["--data.train=x", "y"], "data.train", ("x", "y")),
+        (["--data.test", "x", "y"], "data.test", ("x", "y")),
+        (["--data.test"], "data.test", ()),
+        (["--mesh.data", "2", "--mesh.data", "-1"], "mesh.data", -1),
+        (["--data.tokenizer", "spm.model"], "data.tokenizer", "spm.model"),
+        (["--data.dir=--odd=name"], "data.dir", "--odd=name"),
+        (["--data.byte_fallback", "False"], "data.byte_fallback", False),
+        (["--optimizer.clip_norm", "2"], "optimizer.clip_norm", 2.0),
+        (
+            ["--optimizer.clip_norm", "2", "--optimizer.clip_norm", "None"],
+            "optimizer.clip_norm",
+            None,
+        ),
+        (["--decode.length_penalty_alpha", "-0.5"], "decode.length_penalty_alpha", -0.5),
+    ],
+)
+def test_a_flag_sets_one_field(write, flags: list[str], key: str, value: object) -> None:
+    before, after = load_config(write(FILE), []), load_config(write(FILE), flags)
+    assert after == changed(before, key, value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--model.droput", "0.2"],
+            "--model.droput is no field of the config: did you mean model.dropout?",
+        ),
+        (["--dropout", "0.2"], "did you mean model.dropout?"),
+        (["--optim.warmup-step", "3"], "did you mean optimizer.warmup_steps?"),
+        (["--train.steps", "two"], "--train.steps two: train.steps must be a whole number"),
+        (["--train.steps", "2.5"], "--train.steps 2.5: train.steps must be a whole number"),
+        (["--train.steps", "2", "3"], "--train.steps 2 3: train.steps must be a whole number"),
+        (["--train.steps"], "--train.steps: train.steps must be a whole number"),
+        (["--optimizer.clip_norm", "x"], "must be a number or None"),
+        (["--data.byte_fallback", "2"], "must be True or False"),
+        (["--model.positions", "sine"], "must be one of sinusoidal, learned"),
+        (["model.dropout", "0.2"], "model.dropout belongs to no flag"),
+        (["--model.dropout", "1.5"], "model.dropout is 1.5: it must be at least 0 and below 1"),
+    ],
+)
+def test_a_wrong_flag_is_named_in_one_line(write, capsys, flags: list[str], message: str) -> None:
+    good = ["--train.seed", "3"]
+    assert message in message_of(
+        load_config, write(FILE), flags if "belongs" in message else good + flags
+    )
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_misspelt_field_leads_to_the_right_one(write) -> None:
+    path = write(FILE)
+    for key in FIELD_TYPES:
+        text = message_of(load_config, path, [f"--{key[:-2]}{key[-1]}z", "1"])
+        assert f"did you mean {key}?" in text
+
+
+def test_help_lists_the_flags_with_the_values_of_the_file(write, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_config(write(FILE), ["--help"])
+    assert caught.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out.replace("│", ""))
+    assert "--model.dropout FLOAT" in text and "(default: 0.3)" in text
+
+
+def test_an_argument_chooses_a_variant(write) -> None:
+    path = write(TWO_VARIANTS)
+    assert load_config(f"{path}:low", []).model.dropout == 0.1
+    assert load_config(f"{path}:high", []).model.dropout == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "message"),
+    [
+        (TWO_VARIANTS, "", "recipe.py needs a variant: write"),
+        (TWO_VARIANTS, ":mid", "recipe.py has no variant mid: write"),
+        (TWO_VARIANTS, ":mid", "with one of low, high"),
+        (FILE, ":low", "recipe.py takes no argument: leave out :low"),
+        (FILE.replace("get_config()", "get_config(x)"), "", "recipe.py needs an argument"),
+        (FILE.replace("get_config", "get"), "", "recipe.py has no function get_config()"),
+        ("get_config = 3", "", "recipe.py has no function get_config()"),
+        ("def get_config():\n    return 3", "", "get_config returns int, it must be Config"),
+        ("def get_config():\n    return 3 / 0", "", "recipe.py:2: ZeroDivisionError: division"),
+        ("import no_such_module", "", "recipe.py:1: ModuleNotFoundError: No module named"),
+        ("def get_config(:", "", "recipe.py:1: SyntaxError: invalid syntax"),
+        (FILE.replace("vocab_size", "vocabulary"), "", "recipe.py:5: TypeError"),
+        (WRONG_TYPE, "", "recipe.py: model.num_layers is 0.3: it must be a whole number"),
+    ],
+)
+def test_a_config_file_that_cannot_be_used_is_named(
+    write, text: str, argument: str, message: str
+) -> None:
+    assert message in message_of(load_config, write(text) + argument, [])
+
+
+def test_a_config_file_that_is_not_there_is_named() -> None:
+    for spec in ("configs/none.py", "configs/none.py:base", "configs"):
+        text = message_of(load_config, spec, [])
+        assert text == f"{spec.removesuffix(':base')}: there is no such config file"
+
+
+def test_a_config_file_imports_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_a_recipe.py").write_text(FILE)
+    path = tmp_path / "recipe.py"
+    path.write_text("from neighbour_of_a_recipe import get_config")
+    assert load_config(str(path), []).model.dropout == 0.3

@@ -1,0 +1,280 @@
+"""Pairs on disk are the pairs read, whole and aligned; what is missing is counted."""
+
+import dataclasses
+import gc
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flaxformer_min import corpus as corpus_room
+from flaxformer_min.batching import BatchPlan
+from flaxformer_min.config import DataConfig
+from flaxformer_min.corpus import EncodedCorpus, is_blank, prepare_split
+from flaxformer_min.errors import UserError
+from flaxformer_min.tokenizer import Tokenizer, train_tokenizer
+
+NAMES = ("train.en", "train.de")
+ENGLISH = ["the", "small", "dog", "eats", "a", "red", "apple"]
+GERMAN = ["der", "kleine", "Hund", "frisst", "einen", "roten", "Apfel"]
+CONFIG = DataConfig(
+    train=NAMES,
+    validation=NAMES,
+    source_language="en",
+    target_language="de",
+    vocab_size=387,  # the largest these words give: each is one piece
+    max_length=13,
+)
+PAIRS = [(" ".join(ENGLISH[: 1 + n % 5]), " ".join(GERMAN[: 1 + n % 7])) for n in range(17)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer((ENGLISH + GERMAN) * 3, CONFIG))
+
+
+def write(folder: Path, pairs: list[tuple[str, str]], names: tuple[str, str] = NAMES) -> DataConfig:
+    """Writes a pair of files; returns the config of their folder."""
+    for name, lines in zip(names, zip(*pairs, strict=True), strict=True):
+        (folder / name).write_bytes("".join(line + "\n" for line in lines).encode())
+    return dataclasses.replace(CONFIG, dir=str(folder))
+
+
+def prepare(
+    config: DataConfig, tokenizer: Tokenizer, names: tuple[str, ...] = NAMES, keep_all: bool = False
+) -> tuple[EncodedCorpus, dict]:
+    return prepare_split(config, names, tokenizer, Path(config.dir) / "cache", keep_all=keep_all)
+
+
+def texts(corpus: EncodedCorpus, tokenizer: Tokenizer) -> list[tuple[str, ...]]:
+    return [tuple(map(tokenizer.decode, corpus.pair(i))) for i in range(len(corpus))]
+
+
+def test_pairs_are_the_tokens_of_their_lines_in_order(tokenizer, tmp_path):
+    corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
+    assert len(corpus) == len(PAIRS)
+    for index, pair in enumerate(PAIRS):
+        encoded = [ids.tolist() for ids in corpus.pair(index)]
+        assert encoded == [tokenizer.encode(line) for line in pair]
+        assert corpus.lengths[index].tolist() == [len(ids) for ids in encoded]
+
+
+def test_blocks_and_files_are_joined_without_seam(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_room, "PAIRS_AT_ONCE", 5)
+    write(tmp_path, PAIRS)
+    config = write(tmp_path, PAIRS[:3], names=("more.en", "more.de"))
+    corpus, report = prepare(config, tokenizer, (*NAMES, "more.en", "more.de"))
+    assert texts(corpus, tokenizer) == PAIRS + PAIRS[:3]
+    assert [source["kept"] for source in report["sources"]] == [17, 3]
+    assert report["kept"] == 20
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t", "\u00a0", "\u3000 ", "\x0b\x0c\u2028"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_pair_with_a_blank_side_is_dropped_whole(tokenizer, tmp_path, blank, side):
+    assert is_blank(blank)
+    pairs = list(PAIRS)
+    pairs[4] = (blank, "Apfel") if side == 0 else ("apple", blank)
+    corpus, report = prepare(write(tmp_path, pairs), tokenizer)
+    assert texts(corpus, tokenizer) == PAIRS[:4] + PAIRS[5:]
+    assert report["sources"][0]["dropped"] == {"blank": 1, "too_long": 0}
+
+
+def long_pairs(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """One pair at the limit of 13 tokens, then two that are one token over it on one side."""
+    at_limit, over = " ".join(["dog"] * 12), " ".join(["dog"] * 13)
+    assert [len(tokenizer.encode(line)) for line in (at_limit, over)] == [13, 14]
+    return [(at_limit, at_limit), ("dog", over), (over, "dog"), ("apple", "Apfel")]
+
+
+def test_a_training_pair_over_the_limit_is_dropped_whole(tokenizer, tmp_path):
+    pairs = long_pairs(tokenizer)
+    corpus, report = prepare(write(tmp_path, pairs), tokenizer)
+    assert texts(corpus, tokenizer) == [pairs[0], pairs[3]]
+    assert report["sources"][0]["dropped"] == {"blank": 0, "too_long": 2}
+    assert report["sources"][0]["cut"] == 0
+
+
+def test_no_validation_pair_is_dropped_and_a_cut_side_still_ends_in_eos(tokenizer, tmp_path):
+    pairs = [*long_pairs(tokenizer), ("", "Hund"), (" ", "\t")]
+    corpus, report = prepare(write(tmp_path, pairs), tokenizer, keep_all=True)
+    at_limit = pairs[0][0]
+    cut = [pairs[0], ("dog", at_limit), (at_limit, "dog"), *pairs[3:]]
+    assert texts(corpus, tokenizer) == cut
+    assert corpus.lengths.max() == CONFIG.max_length
+    assert all(side[-1] == tokenizer.eos_id for i in range(6) for side in corpus.pair(i))
+    counts = report["sources"][0]
+    assert (counts["read"], counts["kept"], counts["cut"]) == (6, 6, 2)
+    assert counts["dropped"] == {"blank": 0, "too_long": 0}
+
+
+def test_the_report_adds_up_and_is_plain_json(tokenizer, tmp_path):
+    pairs = [*PAIRS, ("", "Hund"), ("dog", " ".join(["Hund"] * 30)), ("dog", "Hund")]
+    config = write(tmp_path, pairs)
+    corpus, report = prepare(config, tokenizer)
+    assert json.loads(json.dumps(report)) == report
+    (counts,) = report["sources"]
+    assert "train.en" in counts["name"] and "train.de" in counts["name"]
+    assert counts["read"] == len(pairs)
+    assert counts["kept"] == report["kept"] == len(corpus) == len(pairs) - 2
+    assert sum(counts["dropped"].values()) == 2
+    assert counts["longest"] == [6, 31]
+    assert counts["pieces"] == corpus.lengths.sum()
+    assert counts["unknown_pieces"] == 0
+
+
+def test_unknown_pieces_are_counted_and_kept(tmp_path):
+    config = dataclasses.replace(CONFIG, byte_fallback=False, vocab_size=131)
+    tokenizer = Tokenizer(train_tokenizer((ENGLISH + GERMAN) * 3, config))
+    corpus, report = prepare(write(tmp_path, [("dog", "Ω dog Ω"), ("Ω", "dog")]), tokenizer)
+    assert report["sources"][0]["unknown_pieces"] == 3
+    assert tokenizer.unk_id in corpus.pair(1)[0]
+
+
+def test_an_empty_split_is_refused_and_says_what_became_of_its_pairs(tokenizer, tmp_path):
+    config = write(tmp_path, [("", "Hund"), ("dog", " ".join(["Hund"] * 30)), ("dog ", " ")])
+    with pytest.raises(UserError, match=r"train\.en, train\.de: 3 read, 2 .*blank.*, 1 over"):
+        prepare(config, tokenizer)
+    for name in NAMES:
+        (tmp_path / name).write_bytes(b"")
+    for names in (NAMES, ()):
+        with pytest.raises(UserError, match=r"no pair to use .* 0 read"):
+            prepare(config, tokenizer, names, keep_all=True)
+
+
+class Encodings:
+    """Counts how often lines are encoded."""
+
+    def __init__(self, tokenizer: Tokenizer, monkeypatch) -> None:
+        self.count, self.encode_batch = 0, tokenizer.encode_batch
+        monkeypatch.setattr(tokenizer, "encode_batch", self)
+
+    def __call__(self, lines: list[str]) -> list[list[int]]:
+        self.count += 1
+        return self.encode_batch(lines)
+
+
+def test_a_split_is_encoded_once(tokenizer, tmp_path, monkeypatch):
+    config, encodings = write(tmp_path, PAIRS), Encodings(tokenizer, monkeypatch)
+    first, report = prepare(config, tokenizer)
+    second, same_report = prepare(config, tokenizer)
+    assert encodings.count == 1
+    assert texts(second, tokenizer) == texts(first, tokenizer)
+    assert same_report == report
+
+
+def test_the_same_text_under_another_name_is_not_encoded_again(tokenizer, tmp_path, monkeypatch):
+    config, encodings = write(tmp_path, PAIRS), Encodings(tokenizer, monkeypatch)
+    write(tmp_path, PAIRS, names=("other.en", "other.de"))
+    prepare(config, tokenizer)
+    _, report = prepare(config, tokenizer, ("other.en", "other.de"))
+    assert encodings.count == 1
+    assert "other.en" in report["sources"][0]["name"]
+
+
+@pytest.mark.parametrize("changed", ["text", "tokenizer", "limit", "keep_all"])
+def test_whatever_decides_the_ids_is_noticed(tokenizer, tmp_path, changed):
+    config, keep_all = write(tmp_path, PAIRS), False
+    prepare(config, tokenizer)
+    if changed == "text":
+        write(tmp_path, [*PAIRS[:-1], ("the apple", "Apfel")])
+    elif changed == "tokenizer":
+        tokenizer = Tokenizer(
+            train_tokenizer(ENGLISH + GERMAN, dataclasses.replace(CONFIG, vocab_size=331))
+        )
+    elif changed == "limit":
+        config = dataclasses.replace(config, max_length=4)
+    else:
+        keep_all = True
+    prepare(config, tokenizer, keep_all=keep_all)
+    folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert len(folders) == 2
+
+
+def test_an_encoding_that_was_interrupted_is_done_again(tokenizer, tmp_path, monkeypatch):
+    config, encode = write(tmp_path, PAIRS), corpus_room._encode
+    monkeypatch.setattr(corpus_room, "PAIRS_AT_ONCE", 5)
+
+    def killed(block, *rest):
+        if PAIRS[-1] in block:
+            raise KeyboardInterrupt
+        return encode(block, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(corpus_room, "_encode", killed)
+        prepare(config, tokenizer)
+    corpus, _ = prepare(config, tokenizer)
+    assert texts(corpus, tokenizer) == PAIRS
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_invalid_utf8_stops_the_encoding_with_file_and_line(tokenizer, tmp_path):
+    config = write(tmp_path, PAIRS)
+    (tmp_path / "train.de").write_bytes(b"gut\n" * 16 + b"\xc3(\n")
+    with pytest.raises(UserError, match=r"train\.de, line 17: not UTF-8"):
+        prepare(config, tokenizer)
+
+
+def test_hostile_text_is_stored_as_it_is(tokenizer, tmp_path):
+    pairs = [("NUL \x00 and </s>", "\u2028 <pad>\x85"), ("😀" * 2, "\x0b.")] + [
+        ("dog", "Hund")
+    ] * 99
+    config = dataclasses.replace(write(tmp_path, pairs), max_length=20_002)
+    with open(tmp_path / "train.en", "a") as source, open(tmp_path / "train.de", "a") as target:
+        source.write("dog " * 20_000)
+        target.write("Hund\r")
+    corpus, _ = prepare(config, tokenizer)
+    assert texts(corpus, tokenizer) == [*pairs, ("dog " * 20_000, "Hund")]
+
+
+@pytest.mark.parametrize(("vocab_size", "largest"), [(1 << 16, 65_535), (65_537, 65_536)])
+def test_the_largest_id_survives(tmp_path, tokenizer, monkeypatch, vocab_size, largest):
+    monkeypatch.setattr(tokenizer, "vocab_size", vocab_size)
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda lines: [[largest, 3] for _ in lines])
+    corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
+    assert corpus.pair(16)[1].tolist() == [largest, 3]
+    assert corpus.pair(16)[1].itemsize == (2 if largest < 1 << 16 else 4)
+
+
+def test_progress_is_one_plain_line_where_there_is_no_terminal(tokenizer, tmp_path, capsys):
+    config = write(tmp_path, PAIRS)
+    prepare(config, tokenizer)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and "17 pairs" in captured.err
+
+
+def test_an_opened_corpus_and_its_plan_hold_at_most_32_bytes_a_pair(tmp_path):
+    pairs = 50_021
+    lengths = np.random.default_rng(1).integers(1, 13, (pairs, 2), np.int32)
+    (tmp_path / "lengths").write_bytes(lengths.tobytes())
+    (tmp_path / "ids").write_bytes(np.zeros(lengths.sum(), np.uint16).tobytes())
+    tracemalloc.start()
+    corpus = EncodedCorpus(tmp_path, "uint16")
+    plan = BatchPlan(corpus.lengths, CONFIG)
+    plan.batch_ids(plan.batches_per_epoch)
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 8 * pairs < held < 32 * pairs
+
+
+def test_encoding_a_larger_corpus_takes_no_more_memory(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_room, "PAIRS_AT_ONCE", 20)
+    peaks = []
+    for copies in (1, 5, 30):  # the first only warms up
+        config = write(tmp_path, PAIRS * copies)
+        tracemalloc.start()
+        prepare(config, tokenizer)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] - peaks[1] < 32 * len(PAIRS) * 25
+
+
+def test_ids_cannot_be_overwritten(tokenizer, tmp_path):
+    corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
+    with pytest.raises(ValueError, match="read-only"):
+        corpus.pair(0)[0][0] = 5
+    assert isinstance(corpus.lengths, np.ndarray)

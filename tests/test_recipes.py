@@ -1,0 +1,220 @@
+"""Policies of the whole project: recipes, parameter counts, fields, imports, size of functions."""
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flaxformer_min.config import FIELD_TYPES, ModelConfig, config_from_json, config_to_json
+from flaxformer_min.config_file import load_config
+from flaxformer_min.state import count_parameters, split_model
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = {path.stem: path for path in sorted((ROOT / "flaxformer_min").glob("*.py"))}
+RECIPES = sorted((ROOT / "configs").glob("*.py"))
+
+
+def variants(path: Path) -> list[str]:
+    """The keys of a config file's VARIANTS, none if it has no such dict."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VARIANTS":
+            return [ast.literal_eval(key) for key in node.value.keys]
+    return []
+
+
+def specs(path: Path) -> list[str]:
+    """Every FILE or FILE:ARG that can be made from a config file."""
+    return [f"{path}:{name}" for name in variants(path)] or [str(path)]
+
+
+SPECS = {spec.split("configs/")[-1]: spec for path in RECIPES for spec in specs(path)}
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_recipe_loads_and_survives_json(name: str) -> None:
+    config = load_config(SPECS[name], [])
+    assert config_from_json(config_to_json(config)) == config
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_says_what_to_expect_and_how_to_run_it(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    for word in ("Data", "Expected", "Hardware", "Time", "Command"):
+        assert re.search(rf"\b{word}\b", text), word
+    for name in variants(path):
+        assert re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE), name
+    for name in re.findall(r"--config configs/(\S+)", text):
+        assert name in SPECS
+
+
+def test_the_rows_of_table_3_are_all_there() -> None:
+    rows = variants(ROOT / "configs" / "table3.py")
+    assert len(rows) == len(set(rows)) == 20
+    assert len({load_config(SPECS[f"table3.py:{row}"], []) for row in rows}) == 20
+
+
+# Parameters
+
+
+def formula(model: ModelConfig, vocab_size: int) -> int:
+    """The number of parameters of the paper's model, section by section."""
+    d, heads = model.d_model, model.num_heads
+    attention = d * heads * (model.d_k + model.d_k + model.d_v) + heads * model.d_v * d  # 3.2.2
+    feed_forward = d * model.d_ff + model.d_ff + model.d_ff * d + d  # 3.3, with biases
+    norm = 2 * d  # scale and bias
+    encoder_layer = attention + feed_forward + 2 * norm
+    decoder_layer = 2 * attention + feed_forward + 3 * norm
+    tables = {"all": 1, "target": 2, "none": 3}[model.share_embeddings]  # 3.4
+    learned = 2 * model.max_length * d if model.positions == "learned" else 0
+    layers = model.num_layers * (encoder_layer + decoder_layer)
+    return layers + tables * vocab_size * d + learned
+
+
+def parameters(model: ModelConfig, vocab_size: int) -> int:
+    """The number of parameters that the real model would have, without allocating them."""
+    return _parameters(dataclasses.replace(model, dropout=0.0), vocab_size)
+
+
+@functools.cache  # many recipes differ in other things than the shape of the model
+def _parameters(model: ModelConfig, vocab_size: int) -> int:
+    return count_parameters(split_model(model, vocab_size)[1])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_recipe_has_the_parameters_of_the_formula(name: str) -> None:
+    model = load_config(SPECS[name], []).model
+    assert parameters(model, 37_000) == formula(model, 37_000)
+
+
+@pytest.mark.parametrize("share", ["all", "target", "none"])
+def test_odd_sizes_have_the_parameters_of_the_formula(share: str) -> None:
+    model = ModelConfig(
+        num_layers=2, d_model=14, d_ff=31, num_heads=3, d_k=5, d_v=7, share_embeddings=share
+    )
+    assert parameters(model, 37) == formula(model, 37)
+
+
+@pytest.mark.parametrize(
+    ("row", "at_37_000", "at_41_500"),
+    [
+        ("base", 63.0, 65.3),
+        ("B-dk16", 56.0, 58.3),
+        ("B-dk32", 58.3, 60.6),
+        ("C-N2", 33.6, 35.9),
+        ("C-N4", 48.3, 50.6),
+        ("C-N8", 77.7, 80.1),
+        ("C-d256", 26.8, 28.0),
+        ("C-d1024", 163.8, 168.4),
+        ("C-ff1024", 50.5, 52.8),
+        ("C-ff4096", 88.2, 90.5),
+        ("big", 214.2, 218.8),
+    ],
+)
+def test_the_formula_gives_the_millions_worked_out_from_the_paper(
+    row: str, at_37_000: float, at_41_500: float
+) -> None:
+    model = load_config(SPECS[f"table3.py:{row}"], []).model
+    assert round(formula(model, 37_000) / 1e6, 1) == at_37_000
+    assert round(formula(model, 41_500) / 1e6, 1) == at_41_500
+
+
+# Fields
+
+
+def fields_read(path: Path) -> set[str]:
+    """Section and name of each config field that a file reads as an attribute.
+
+    Read is `SECTION.field` with any prefix (`config.model.d_ff`, `model.d_ff`), and
+    `config.field` in a file that names the class of the section (`config: ModelConfig`).
+    """
+    text, found = path.read_text(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = ast.unparse(node.value).split(".")[-1]
+            for key in FIELD_TYPES:
+                section, field = key.split(".")
+                through_class = owner == "config" and f"{section.capitalize()}Config" in text
+                if node.attr == field and (owner == section or through_class):
+                    found.add(key)
+    return found
+
+
+def test_every_field_of_the_config_is_read_somewhere() -> None:
+    rooms = [path for name, path in PACKAGE.items() if name not in ("config", "config_file")]
+    assert set(FIELD_TYPES) - set().union(*map(fields_read, rooms)) == set()
+
+
+# Imports
+
+
+@functools.cache
+def imports(path: Path) -> set[str]:
+    """The rooms of the package that a file imports, at its top or within functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            module = node.module or ""
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {room for room in PACKAGE if f"flaxformer_min.{room}" in names}
+
+
+def reachable(room: str) -> set[str]:
+    """The rooms that a room imports, directly or through others."""
+    seen: set[str] = set()
+    waiting = [room]
+    while waiting:
+        for name in imports(PACKAGE[waiting.pop()]) - seen:
+            seen.add(name)
+            waiting.append(name)
+    return seen
+
+
+def test_imports_run_one_way() -> None:
+    order = [
+        {"positions", "masks"},
+        *({room} for room in ("attention", "blocks", "model", "state", "step", "training")),
+    ]
+    for level, rooms in enumerate(order):
+        later = set().union(*order[level + 1 :])
+        for room in rooms:
+            assert reachable(room) & (later | rooms) == set(), room
+    for room in PACKAGE:
+        assert room not in reachable(room), f"{room} imports itself through others"
+
+
+def test_search_imports_no_model() -> None:
+    model = {"attention", "blocks", "model", "state", "step", "training", "translate"}
+    assert reachable("search") & model == set()
+
+
+def test_nobody_imports_the_command_line() -> None:
+    assert {room for room in PACKAGE if "cli" in imports(PACKAGE[room])} <= {"__main__"}
+
+
+# Size
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    """Name and number of lines of every function that runs outside the tests."""
+    folders = [ROOT / name for name in ("flaxformer_min", "configs", "benchmarks")]
+    paths = [ROOT / "train.py", *(path for folder in folders for path in folder.glob("*.py"))]
+    for path in filter(Path.exists, paths):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.name}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+def test_no_function_is_longer_than_60_lines() -> None:
+    lengths = dict(functions())
+    assert len(lengths) > 100
+    assert {name: lines for name, lines in lengths.items() if lines > 60} == {}
