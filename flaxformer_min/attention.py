@@ -1,4 +1,4 @@
-"""Scaled dot-product attention (paper, section 3.2.1) as a pure function."""
+"""Scaled dot-product attention (paper, section 3.2.1) as pure functions."""
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,32 @@ def scaled_dot_product_attention(
 
     A masked key has weight exactly 0; a query with no allowed key has weights and output 0 (a
     softmax over nothing, which would be NaN). Scores and softmax are at least float32 whatever
-    the inputs are; the output has the value's dtype. `return_weights` also gives [B, H, T, S],
-    before dropout.
+    the inputs are; the output has the value's dtype. `return_weights` also gives the weights
+    [B, H, T, S], before dropout.
     """
+    output, weights = attend(
+        query, key, value, mask, dropout_rate=dropout_rate, dropout_key=dropout_key
+    )
+    return (output, weights) if return_weights else output
+
+
+def attend(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B H S K"],
+    value: Float[Array, "B H S U"],
+    mask: Bool[Array, "#B #H #T S"],
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
+    """`scaled_dot_product_attention` with its weights, always."""
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum(
         "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
-    ) / jnp.sqrt(jnp.asarray(query.shape[-1], at_least_float32))
-    weights = masked_softmax(scores, mask)
+    )
+    weights = masked_softmax(scores / query.shape[-1] ** 0.5, mask)
     read = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
-    output = jnp.einsum("BHTS,BHSU->BHTU", read, value, precision="highest")
-    return (output, weights) if return_weights else output
+    return jnp.einsum("BHTS,BHSU->BHTU", read, value, precision="highest"), weights
 
 
 def masked_softmax(

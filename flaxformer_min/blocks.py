@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from flaxformer_min.attention import scaled_dot_product_attention
+from flaxformer_min.attention import attend
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout, split
 
@@ -94,9 +94,8 @@ class MultiHeadAttention(nnx.Module):
         key: MaybeKey = None,
     ) -> Float[Array, "B T D"]:
         """Lets each position of x [B, T, D] read from `read`; the result is [B, T, D]."""
-        context = scaled_dot_product_attention(
-            self.heads(x, self.query[...]), *read, mask, dropout_rate=self.rate, dropout_key=key
-        )
+        query = self.heads(x, self.query[...])
+        context, _ = attend(query, *read, mask, dropout_rate=self.rate, dropout_key=key)
         return self.merge(context)
 
     def heads(self, x: Float[Array, "B T D"], kernel: Float[Array, "D HK"]) -> Float[Array, "..."]:

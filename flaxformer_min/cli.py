@@ -1,18 +1,21 @@
 """The command line: train, translate, score, evaluate, average.
 
-Exit status: 0 done; 2 the user's mistake, told in one line; 143 and 130 after SIGTERM and SIGINT;
-1 anything else. Each verb imports what it needs when it runs, so that --help answers at once.
+Exit status: 0 done; 2 the user's mistake; 1 what went wrong otherwise; 143 and 130 after SIGTERM
+and SIGINT. Whatever can be foreseen is told in one line; a traceback is a bug of this program.
+Each verb imports what it needs when it runs, so that --help answers at once.
 """
 
 import argparse
 import itertools
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 from flaxformer_min.errors import UserError
+from flaxformer_min.manifest import CheckpointError
 
 LINES_AT_ONCE = 4096  # that translate reads before it writes
 
@@ -35,9 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output has seen enough
-        sys.stderr.close()
+    except BrokenPipeError:  # whoever read our output has seen enough; say nothing at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (CheckpointError, FloatingPointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -111,34 +119,68 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="flaxformer-min", description="The 2017 Transformer.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    def verb(function, *, reads_model: bool = True) -> argparse.ArgumentParser:
+    def verb(function: Callable[..., int | None], *, add_help: bool = True) -> _Parser:
         name, text = function.__name__, function.__doc__
-        sub = verbs.add_parser(name, help=text, description=text, add_help=name != "train")
+        sub = verbs.add_parser(
+            name, help=text, description=text, add_help=add_help, allow_abbrev=False
+        )
         sub.set_defaults(verb=function)
-        if reads_model:
-            sub.add_argument("dir", metavar="DIR", help="a workdir, or one checkpoint")
-            sub.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
         return sub
 
-    sub = verb(train, reads_model=False)
+    def model_verb(function: Callable[..., int | None]) -> _Parser:
+        sub = verb(function)
+        sub.add_argument("dir", metavar="DIR", help="a workdir, or one checkpoint")
+        sub.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
+        return sub
+
+    sub = verb(train, add_help=False)
+    sub.add_argument("-h", "--help", action=_TrainHelp, nargs=0, help="after --config, all fields")
     sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
     sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
-    sub.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace STEPS steps")
-    sub = verb(translate)
-    sub.add_argument("--beam-size", type=int, help="1 is greedy; the config's by default")
+    sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
+    sub = model_verb(translate)
+    sub.add_argument("--beam-size", type=_count, help="1 is greedy; the config's by default")
     sub.add_argument("--length-penalty-alpha", type=float, help="the config's by default")
-    sub = verb(score)
+    sub = model_verb(score)
     sub.add_argument("--source", required=True)
     sub.add_argument("--target", required=True)
-    sub = verb(evaluate)
+    sub = model_verb(evaluate)
     sub.add_argument("--source", required=True)
     sub.add_argument("--reference", required=True)
-    sub = verb(average, reads_model=False)
+    sub = verb(average)
     sub.add_argument("dir", metavar="DIR", help="a workdir")
-    sub.add_argument("--last", type=int, default=5, help="how many checkpoints")
+    sub.add_argument("--last", type=_count, default=5, help="how many checkpoints")
     sub.add_argument("--output", required=True, help="the folder to write")
     return parser
 
 
-def _step(text: str) -> int | str:
-    return text if text == "best" else int(text)
+class _TrainHelp(argparse.Action):
+    """The flags of train and, if --config came before, every field that may follow them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        parser.print_help()
+        if namespace.config is not None:
+            from flaxformer_min.config_file import load_config
+
+            load_config(namespace.config, ["--help"])
+        parser.exit()
+
+
+def _step(text: str) -> int | Literal["best"]:
+    if text == "best":
+        return "best"
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a step number nor 'best'")
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")

@@ -35,7 +35,7 @@ class ModelConfig:
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # learned: Table 3, row E
     max_length: int = 1024  # the longest sequence the model takes, in tokens with EOS
     share_embeddings: Literal["all", "target", "none"] = "all"  # all: section 3.4
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights are float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,14 +53,14 @@ class DataConfig:
     target_language: str  # such as "de"
     tokenizer: str | None = None  # an existing SentencePiece model; None trains one
     vocab_size: int  # asked of the tokenizer's training; must agree with an existing model
-    character_coverage: float = 1.0
+    character_coverage: float = 1.0  # share of the characters that get a piece of their own
     byte_fallback: bool = True  # unknown characters survive as bytes
     tokenizer_max_lines: int = 2_000_000  # lines sampled for the tokenizer's training
     max_length: int = 256  # training pairs with a longer side are dropped; tokens with EOS
     tokens_per_batch: int = 25_000  # rows x max(S, T) of an update, over all devices
     num_buckets: int = 12  # static shapes of a batch, at most
     row_multiple: int = 8  # every shape's rows are a multiple of it
-    seed: int = 1
+    seed: int = 1  # of the tokenizer's training and the order of the batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class OptimizerConfig:
     """Adam and its learning rate (paper, section 5.3)."""
 
     peak_learning_rate: float | None = None  # None: the paper's, (D * warmup_steps)^-0.5
-    warmup_steps: int = 4000
+    warmup_steps: int = 4000  # the rate rises linearly, then falls as step^-0.5
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-9
@@ -82,10 +82,10 @@ class TrainConfig:
 
     steps: int = 100_000
     label_smoothing: float = 0.1  # section 5.4
-    seed: int = 1
-    evaluate_every: int = 5_000
-    checkpoint_every: int = 1_000
-    keep_last: int = 5
+    seed: int = 1  # of the weights and dropout
+    evaluate_every: int = 5_000  # steps
+    checkpoint_every: int = 1_000  # steps
+    keep_last: int = 5  # checkpoints
     keep_best: int = 1  # by validation BLEU
     initialize_from: str | None = None  # a checkpoint whose weights start this run
 
@@ -216,8 +216,8 @@ def _data_rules(config: Config) -> Rules:
             yield f"data.{name}", len(names) <= 1, "one slice, such as 'train[:60000]'"
     for name in ("source_language", "target_language"):
         yield f"data.{name}", bool(getattr(data, name)), "a language such as 'en'"
-    least = 261 if data.byte_fallback else 5
-    contents = "4 control pieces, 256 bytes" if data.byte_fallback else "4 control pieces"
+    least = 261 if data.byte_fallback and data.tokenizer is None else 5
+    contents = "4 control pieces, 256 bytes" if least == 261 else "4 control pieces"
     yield "data.vocab_size", data.vocab_size >= least, f"at least {least} ({contents} and one more)"
     yield "data.character_coverage", 0 < data.character_coverage <= 1, "above 0 and at most 1"
     for name in ("tokenizer_max_lines", "tokens_per_batch", "num_buckets", "row_multiple"):

@@ -15,10 +15,8 @@ from tqdm import tqdm
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
-from flaxformer_min.parallel import PairSource, open_sources, read_lines, read_pairs
+from flaxformer_min.parallel import PairSource, open_sources
 from flaxformer_min.tokenizer import Tokenizer
-
-__all__ = ["EncodedCorpus", "prepare_split", "read_lines", "read_pairs"]
 
 PAIRS_AT_ONCE = 4096  # bounds memory; SentencePiece is fastest on many lines
 LAYOUT = 1  # of the cached files; it is part of their key
@@ -69,8 +67,8 @@ def prepare_split(
 
     Training pairs with a blank side, or one longer than `config.max_length`, are dropped. With
     `keep_all` (validation, test) no pair is: a side too long is cut and still ends in EOS.
-    The report is plain JSON: a digest of text, tokenizer and limits, pairs kept, and per source what was read, kept, dropped and cut, the
-    longest side as read and the share of unknown pieces.
+    The report is plain JSON: a digest of text, tokenizer and limits, the pairs kept, and per source
+    what was read, kept, dropped and cut, the longest sides and the share of unknown pieces.
     Raises UserError where no pair is left.
     """
     sources = open_sources(config, names)
@@ -100,14 +98,15 @@ def _write(
     reports = []
     with open(partial / "ids", "wb") as ids_file, open(partial / "lengths", "wb") as lengths_file:
         for source in sources:
-            report = _new_report()
+            report, unknown = _new_report(), 0
             for block in _blocks(source):
                 sides = _encode(block, tokenizer, limit, keep_all, report)
                 ids = np.array([i for side in sides for i in side], _dtype(tokenizer))
                 report["pieces"] += len(ids)
-                report["unknown_pieces"] += int((ids == tokenizer.unk_id).sum())
+                unknown += int((ids == tokenizer.unk_id).sum())
                 ids_file.write(ids.tobytes())
                 lengths_file.write(np.array([len(side) for side in sides], np.int32).tobytes())
+            report["unknown_piece_rate"] = unknown / max(1, report["pieces"])
             reports.append(report)
     kept = sum(report["kept"] for report in reports)
     (partial / "report.json").write_text(json.dumps({"kept": kept, "sources": reports}))
@@ -122,7 +121,7 @@ def _new_report() -> dict[str, Any]:
         "cut": 0,  # kept, but not whole
         "longest": [0, 0],  # source and target as read, in tokens with EOS
         "pieces": 0,  # of the kept pairs, EOS counted
-        "unknown_pieces": 0,
+        "unknown_piece_rate": 0.0,
     }
 
 

@@ -1,6 +1,7 @@
 """What a run writes down as it goes: metrics.jsonl, TensorBoard events and the progress bar."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
 class MetricsLog:
     """One JSON object a line in WORKDIR/metrics.jsonl, the same numbers as TensorBoard events.
 
-    Lines past `step` are dropped when the log is opened: a run resumed from there writes them
+    A number that is not finite is null there: JSON has no other word for it. Lines past `step` are dropped when the log is opened: a run resumed from there writes them
     again. The metrics of a step are read only when the next one has been dispatched (`push`), so
     that the device never waits for the host.
     """
@@ -96,12 +97,17 @@ class MetricsLog:
             self.say(f"step {step}/{self._bar.total}: {text}")
 
     def _record(self, step: int, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        line = {name: value if _writable(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
         self._file.flush()
         for name, value in values.items():
             if isinstance(value, dict):  # a BLEU record: TensorBoard gets its score
                 value = value["score"]
             self._events.add_scalar(name, value, step)
+
+
+def _writable(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _drop_later_lines(path: Path, step: int) -> None:

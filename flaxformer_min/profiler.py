@@ -5,24 +5,28 @@ from pathlib import Path
 
 import jax
 
-AFTER = 10  # steps of a run before its trace starts, so that compilation is not in it
+AFTER = 10  # steps of a run before its trace starts, if it has so many: compilation is not in it
 
 
 class Profiler:
-    """Writes the trace of `steps` steps to WORKDIR/profile; of none if `steps` is 0."""
+    """Writes the trace of `count` of the steps `start` to `end` to WORKDIR/profile.
 
-    def __init__(self, workdir: Path, start: int, steps: int):
+    Of none if `count` is 0, of all if there are fewer.
+    """
+
+    def __init__(self, workdir: Path, start: int, end: int, count: int):
         self._folder = workdir / "profile"
-        self._first, self._end = start + AFTER, start + AFTER + steps
+        self._first = max(start, min(start + AFTER, end - count))
+        self._end = self._first + count
         self._running = False
 
     def before(self, step: int) -> None:
         """To be called before each step."""
-        if step == self._first < self._end:
+        if step == self._end:
+            self.stop()
+        elif step == self._first:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
-        elif step == self._end:
-            self.stop()
 
     def stop(self) -> None:
         """Ends the trace if one runs."""

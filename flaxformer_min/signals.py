@@ -8,15 +8,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """A context in which a first SIGTERM or SIGINT only sets `received`; a second ends at once.
+    """A context in which SIGTERM and SIGINT wait for a step boundary, once `defer` was called.
 
-    A Python handler runs when the interpreter gets control back: after a running step or a
-    compilation, not during it.
+    Then a first signal only sets `received`. A second one, or one that comes while there is no
+    step to save, ends the process at once. A Python handler runs when the interpreter gets control
+    back: after a running step or a compilation, not during it.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._previous = {}
+        self._deferring = False
 
     def __enter__(self) -> "StopRequest":
         self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
@@ -25,6 +26,10 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def defer(self) -> None:
+        """From now on a first signal waits."""
+        self._deferring = True
 
     @property
     def requested(self) -> bool:
@@ -37,6 +42,6 @@ class StopRequest:
         return 0 if self.received is None else 128 + self.received
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
+        if self.requested or not self._deferring:
             os._exit(128 + number)
         self.received = number

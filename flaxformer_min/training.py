@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from flaxformer_min.batching import Batch, batch_iterator
 from flaxformer_min.checkpoint import Checkpoints, load_for_inference
+from flaxformer_min.checkpoint_directory import difference, named_leaves
 from flaxformer_min.config import Config
 from flaxformer_min.errors import UserError
 from flaxformer_min.metrics import MetricsLog
@@ -19,7 +19,6 @@ from flaxformer_min.sharding import ROWS, abstract, make_mesh, shardings
 from flaxformer_min.signals import StopRequest
 from flaxformer_min.state import Params, TrainState, count_parameters, init_state, split_model
 from flaxformer_min.step import make_train_step
-from flaxformer_min.tokenizer import Tokenizer
 from flaxformer_min.validation import Validation
 from flaxformer_min.workdir import Data, claim, prepare_data
 
@@ -29,12 +28,12 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
 
     Every `evaluate_every` steps the validation split is evaluated and every `checkpoint_every`
     steps the state is saved; both happen at the last step too. `profile_steps` > 0 writes a
-    jax.profiler trace of that many steps. Raises UserError on what the user can mend.
+    jax.profiler trace of that many steps. Raises UserError on what the user can mend,
+    CheckpointError where saving fails and FloatingPointError where the numbers do.
     """
     with StopRequest() as stop:
         claim(workdir, config)
         data = prepare_data(config, workdir)
-        trainer = Trainer(config, data)
         with Checkpoints(
             workdir,
             config,
@@ -42,19 +41,23 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
             keep_last=config.train.keep_last,
             keep_best=config.train.keep_best,
         ) as checkpoints:
-            state = trainer.initial_state(checkpoints)
-            start, steps = int(state.step), config.train.steps
+            start, steps = checkpoints.latest_good() or 0, config.train.steps
             if start >= steps:
                 print(f"{workdir} is finished, at step {start}; nothing to do", file=sys.stderr)
                 return 0
+            trainer = Trainer(config, data)
+            state = trainer.initial_state(checkpoints, start)
             schedule = make_schedule(config.optimizer, config.model.d_model)
             log = MetricsLog(workdir, start, steps, schedule)
-            profiler = Profiler(workdir, start, profile_steps)
+            profiler = Profiler(workdir, start, steps, profile_steps)
+            stop.defer()
             try:
                 trainer.loop(state, start, checkpoints, log, profiler, stop)
             finally:
                 profiler.stop()
                 log.close()
+        if stop.requested:  # and the checkpoint is on the disk
+            print(f"{workdir} stopped; the same command goes on", file=sys.stderr)
     return stop.exit_status
 
 
@@ -78,8 +81,8 @@ class Trainer:
         )
         self.train_step = jax.jit(train_step, donate_argnums=0)
 
-    def initial_state(self, checkpoints: Checkpoints) -> TrainState:
-        """The newest checkpoint's state, or a fresh one; born sharded."""
+    def initial_state(self, checkpoints: Checkpoints, start: int) -> TrainState:
+        """The state saved at step `start`, or a fresh one for step 0; born sharded."""
         config, tokenizer = self.config, self.data.tokenizer
 
         def make() -> TrainState:
@@ -87,14 +90,14 @@ class Trainer:
             return init_state(config.model, tokenizer.vocab_size, self.optimizer, seed)
 
         like = abstract(self.mesh, jax.eval_shape(make))
-        if (step := checkpoints.latest_good()) is not None:
-            print(f"resuming from step {step}", file=sys.stderr)
-            return checkpoints.restore(step, like)
+        if start:
+            print(f"resuming from step {start}", file=sys.stderr)
+            return checkpoints.restore(start, like)
         state = jax.jit(make, out_shardings=shardings(self.mesh, like))()
         print(f"{count_parameters(state.params):,} parameters", file=sys.stderr)
         if config.train.initialize_from is None:
             return state
-        params = _weights_of(config.train.initialize_from, tokenizer, state.params)
+        params = _weights_of(config.train.initialize_from, state.params)
         return state._replace(params=params)
 
     def loop(
@@ -116,14 +119,13 @@ class Trainer:
         batches = batch_iterator(self.data.plan, self.data.train, pad_id, start)
         try:
             for step in range(start, train.steps + 1):
-                last = step == train.steps or stop.requested
-                evaluate = step % train.evaluate_every == 0 or step == train.steps
-                save = step % train.checkpoint_every == 0 or last
-                if step > start and (evaluate or save):
+                done, record = step == train.steps, None
+                if step > start and (done or step % train.evaluate_every == 0):
+                    record = self._evaluate(state.params, step, log)
+                last = done or stop.requested
+                if step > start and (last or step % train.checkpoint_every == 0):
                     log.flush()
-                    record = self._evaluate(state.params, step, log) if evaluate else None
-                    if save:
-                        checkpoints.save(state, step, record)
+                    checkpoints.save(state, step, record)
                     log.restart_clock()
                 if last:
                     return
@@ -135,8 +137,10 @@ class Trainer:
             batches.close()
 
     def _evaluate(self, params: Params, step: int, log: MetricsLog) -> dict[str, Any]:
+        log.flush()
         record = self.validation(params, step)
         log.evaluation(step, record)
+        log.restart_clock()
         return record
 
     def _check_rows(self) -> None:
@@ -150,11 +154,9 @@ class Trainer:
             )
 
 
-def _weights_of(folder: str, tokenizer: Tokenizer, like: Params) -> Params:
+def _weights_of(folder: str, like: Params) -> Params:
     """The weights of another run's checkpoint, on the devices of `like`."""
-    loaded = load_for_inference(folder)
-    if loaded.tokenizer.sha256 != tokenizer.sha256:
-        raise UserError(f"train.initialize_from: {folder} has another tokenizer than this workdir")
-    if jax.tree.map(jnp.shape, loaded.params) != jax.tree.map(jnp.shape, like):
-        raise UserError(f"train.initialize_from: the model of {folder} has another shape")
-    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), loaded.params, like)
+    params = load_for_inference(folder).params
+    if found := difference(named_leaves(params), named_leaves(like)):
+        raise UserError(f"train.initialize_from: {folder} holds another model: {found}")
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, like)

@@ -8,8 +8,9 @@ from flax import nnx
 
 from flaxformer_min.batching import Batch, evaluation_batches
 from flaxformer_min.config import Config
-from flaxformer_min.corpus import EncodedCorpus, read_pairs
+from flaxformer_min.corpus import EncodedCorpus
 from flaxformer_min.evaluate import bleu_record
+from flaxformer_min.parallel import read_pairs
 from flaxformer_min.state import Params
 from flaxformer_min.step import loss_sums
 from flaxformer_min.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from flaxformer_min.average import average
 from flaxformer_min.checkpoint import Checkpoints, best_steps, kept_steps, load_for_inference
 from flaxformer_min.checkpoint_directory import read_meta
-from flaxformer_min.config import Config, DataConfig, ModelConfig
+from flaxformer_min.config import Config, DataConfig, ModelConfig, config_to_json
 from flaxformer_min.errors import UserError
 from flaxformer_min.manifest import CheckpointError, verify
 from flaxformer_min.tokenizer import train_tokenizer
@@ -245,14 +245,12 @@ while True:
 
 
 def test_kill_minus_nine_during_saves_leaves_no_counted_checkpoint_unreadable(tmp_path):
-    from flaxformer_min.config import config_to_json
-
     script = [sys.executable, "-c", SAVE_UNTIL_KILLED, str(tmp_path)]
     newest = 0
     for delay in ("0.04", "0.11", "0.23"):
         environment = {**os.environ, "XLA_FLAGS": ""}
         done = subprocess.run(
-            [*script, config_to_json(CONFIG), TOKENIZER.hex(), delay], env=environment, timeout=60
+            [*script, config_to_json(CONFIG), TOKENIZER.hex(), delay], env=environment, timeout=300
         )
         assert done.returncode == -9
         steps = sorted(int(path.parent.name) for path in tmp_path.glob("*/*/manifest.json"))
@@ -308,6 +306,15 @@ def test_a_flipped_bit_a_cut_and_a_lost_file_are_each_named(workdir):
             verify(folder)
         path.write_bytes(content)
         verify(folder)
+
+
+def test_a_manifest_that_names_another_hash_is_itself_the_damaged_file(workdir):
+    path = workdir / "checkpoints" / "11" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["config.json"]["sha256"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged: not a manifest"):
+        verify(path.parent)
 
 
 def test_the_newest_good_checkpoint_is_used_instead_of_a_damaged_one(workdir, caplog):

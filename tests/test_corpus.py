@@ -61,6 +61,18 @@ def test_pairs_are_the_tokens_of_their_lines_in_order(tokenizer, tmp_path):
         assert corpus.lengths[index].tolist() == [len(ids) for ids in encoded]
 
 
+def test_rows_of_many_pairs_are_copied_and_what_lies_around_them_stays(tokenizer, tmp_path):
+    corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
+    pairs = np.array([16, 2, 5])
+    for side in (0, 1):
+        rows = np.full((5, 11), -1)
+        corpus.copy_rows(pairs, side, to=rows)
+        for row, pair in zip(rows, pairs.tolist(), strict=False):
+            ids = corpus.pair(pair)[side].tolist()
+            assert row.tolist() == ids + [-1] * (11 - len(ids))
+        assert (rows[3:] == -1).all()
+
+
 def test_blocks_and_files_are_joined_without_seam(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_room, "PAIRS_AT_ONCE", 5)
     write(tmp_path, PAIRS)
@@ -115,6 +127,7 @@ def test_the_report_adds_up_and_is_plain_json(tokenizer, tmp_path):
     config = write(tmp_path, pairs)
     corpus, report = prepare(config, tokenizer)
     assert json.loads(json.dumps(report)) == report
+    assert len(report["digest"]) == 64
     (counts,) = report["sources"]
     assert "train.en" in counts["name"] and "train.de" in counts["name"]
     assert counts["read"] == len(pairs)
@@ -122,14 +135,14 @@ def test_the_report_adds_up_and_is_plain_json(tokenizer, tmp_path):
     assert sum(counts["dropped"].values()) == 2
     assert counts["longest"] == [6, 31]
     assert counts["pieces"] == corpus.lengths.sum()
-    assert counts["unknown_pieces"] == 0
+    assert counts["unknown_piece_rate"] == 0
 
 
 def test_unknown_pieces_are_counted_and_kept(tmp_path):
     config = dataclasses.replace(CONFIG, byte_fallback=False, vocab_size=131)
     tokenizer = Tokenizer(train_tokenizer((ENGLISH + GERMAN) * 3, config))
     corpus, report = prepare(write(tmp_path, [("dog", "Ω dog Ω"), ("Ω", "dog")]), tokenizer)
-    assert report["sources"][0]["unknown_pieces"] == 3
+    assert report["sources"][0]["unknown_piece_rate"] == 3 / 13
     assert tokenizer.unk_id in corpus.pair(1)[0]
 
 
@@ -163,6 +176,8 @@ def test_a_split_is_encoded_once(tokenizer, tmp_path, monkeypatch):
     assert encodings.count == 1
     assert texts(second, tokenizer) == texts(first, tokenizer)
     assert same_report == report
+    _, other_report = prepare(dataclasses.replace(config, max_length=99), tokenizer)
+    assert other_report["digest"] != report["digest"]
 
 
 def test_the_same_text_under_another_name_is_not_encoded_again(tokenizer, tmp_path, monkeypatch):

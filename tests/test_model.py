@@ -400,9 +400,10 @@ def test_every_dropout_draws_from_a_key_of_its_own(params, monkeypatch, rate, si
     monkeypatch.setattr(jax.random, "bernoulli", recording)
     config = dataclasses.replace(CONFIG, attention_dropout=rate, ffn_dropout=rate)
     model, (encoder_key, decoder_key) = build(config, params), jax.random.split(jax.random.key(0))
-    mask, short = padding_mask(SOURCE[:, :2]), SOURCE[:, :2]
-    memory = model.encode(short, mask, key=encoder_key)
-    model.decode_states(short, memory, mask & causal_mask(2), mask, key=decoder_key)
+    source_mask = padding_mask(SOURCE)
+    memory = model.encode(SOURCE, source_mask, key=encoder_key)
+    target_mask = padding_mask(TARGET_IN) & causal_mask(TARGET_LENGTH)
+    model.decode_states(TARGET_IN, memory, target_mask, source_mask, key=decoder_key)
     assert len(drawn) == len(set(drawn)) == sites
 
 

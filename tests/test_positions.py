@@ -1,11 +1,15 @@
-"""The sinusoidal table: the paper's interleaved layout and timescales, and what they promise."""
+"""The sinusoidal table: its layout, what it promises, and what the model is without it."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_transformer as reference
 import pytest
+from test_model import CONFIG, build, random_params
 
+from flaxformer_min.masks import causal_mask, padding_mask
 from flaxformer_min.positions import sinusoidal_positions
 
 LENGTH, D_MODEL = 97, 34
@@ -89,3 +93,57 @@ def test_waves_run_from_fast_to_slow_across_the_dimensions(table):
 def test_table_is_the_same_under_jit(table):
     jitted = jax.jit(lambda x: x + sinusoidal_positions(LENGTH, D_MODEL))
     np.testing.assert_array_equal(jitted(jnp.zeros((LENGTH, D_MODEL))), table)
+
+
+# Word order
+
+WORDS = jnp.array([[7, 3, 9, 4, 5], [8, 6, 6, 2, 3]])
+ORDER = jnp.array([3, 4, 2, 0, 1])  # "Tom bit a dog" to "a dog bit Tom"
+LEARNED = dataclasses.replace(CONFIG, positions="learned")
+
+
+@pytest.fixture(scope="module")
+def without_positions():
+    """A model whose learned position tables are all 0."""
+    params = random_params(LEARNED)
+    tables = ("source_positions", "target_positions")
+    return build(LEARNED, params | {name: 0 * params[name] for name in tables})
+
+
+def encode(model, ids):
+    return model.encode(ids, padding_mask(ids))
+
+
+def test_without_positions_the_encoder_is_permutation_equivariant(without_positions):
+    memory = encode(without_positions, WORDS)
+    permuted = encode(without_positions, WORDS[:, ORDER])
+    np.testing.assert_allclose(permuted, memory[:, ORDER], atol=5e-6)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LEARNED], ids=["sinusoidal", "learned"])
+def test_with_positions_the_encoder_tells_orders_apart(config):
+    model = build(config, random_params(config))
+    memory, permuted = encode(model, WORDS), encode(model, WORDS[:, ORDER])
+    assert (np.abs(permuted - memory[:, ORDER]).max(axis=-1) > 1e-2).all()
+
+
+def test_without_positions_the_causal_decoder_is_not_permutation_equivariant(without_positions):
+    source, memory = WORDS, encode(without_positions, WORDS)
+
+    def decode(target_in):
+        masks = padding_mask(target_in) & causal_mask(5), padding_mask(source)
+        return without_positions.decode_states(target_in, memory, *masks)
+
+    states, permuted = decode(WORDS), decode(WORDS[:, ORDER])
+    assert np.abs(permuted - states[:, ORDER]).max() > 1e-2
+    # Not even the last one, which sees the same set: the others were computed from prefixes.
+    swapped = decode(WORDS[:, jnp.array([3, 2, 1, 0, 4])])
+    assert np.abs(swapped[:, -1] - states[:, -1]).max() > 1e-3
+
+
+def test_source_order_reaches_the_decoder_only_through_the_memory(without_positions):
+    memory = encode(without_positions, WORDS)
+    masks = causal_mask(5), padding_mask(WORDS)
+    straight = without_positions.decode(WORDS, memory, *masks)
+    shuffled = without_positions.decode(WORDS, memory[:, ORDER], *masks)
+    np.testing.assert_allclose(shuffled, straight, atol=1e-5)

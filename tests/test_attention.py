@@ -1,0 +1,262 @@
+"""Scaled dot-product and multi-head attention: values worked out by hand, the reference, claims.
+
+Sizes are distinct primes: B 2, H 3, T 5, K 7, S 11, U 13.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_transformer as reference
+import pytest
+from jaxtyping import TypeCheckError
+from test_model import CONFIG, SOURCE, build, random_params, silenced
+
+from flaxformer_min.attention import scaled_dot_product_attention as attention
+from flaxformer_min.masks import causal_mask, padding_mask
+
+B, H, T, K, S, U = 2, 3, 5, 7, 11, 13
+ALL = jnp.ones((1, 1, 1, S), bool)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return normal(1, B, H, T, K), normal(2, B, H, S, K), normal(3, B, H, S, U)
+
+
+@pytest.fixture(scope="module")
+def mask():
+    """A random mask in which query 2 of the first row has no allowed key."""
+    allowed = np.random.default_rng(4).random((B, 1, T, S)) < 0.6
+    allowed[0, 0, 2] = False
+    return jnp.asarray(allowed)
+
+
+def weights_of(query, key, mask, value=None):
+    value = jnp.zeros((*key.shape[:3], 1)) if value is None else value
+    return attention(query, key, value, mask, return_weights=True)[1]
+
+
+# Values
+
+
+def test_a_row_worked_out_by_hand():
+    # Scores 2 log w and sqrt(d_k) = 2 give the weights .4 .1 .5; d_v = 3 has no part in it.
+    query = jnp.array([[[[2.0, 0.0, 0.0, 0.0]]]])
+    key = jnp.zeros((1, 1, 3, 4)).at[0, 0, :, 0].set(jnp.log(jnp.array([0.4, 0.1, 0.5])))
+    value = jnp.array([[[[1.0, 0.0, 10.0], [0.0, 1.0, 20.0], [0.0, 0.0, 30.0]]]])
+    output, weights = attention(
+        query, key, value, jnp.ones((1, 1, 1, 3), bool), return_weights=True
+    )
+    np.testing.assert_allclose(weights[0, 0, 0], [0.4, 0.1, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(output[0, 0, 0], [0.4, 0.1, 21.0], rtol=1e-6)
+
+
+def test_output_equals_the_numpy_reference(inputs, mask):
+    output, weights = attention(*inputs, mask, return_weights=True)
+    assert output.shape == (B, H, T, U)
+    assert weights.shape == (B, H, T, S)
+    for b, h in np.ndindex(B, H):
+        query, key, value = (np.asarray(x[b, h], np.float64) for x in inputs)
+        wanted = reference.attention_weights(query, key, np.asarray(mask[b, 0]))
+        np.testing.assert_allclose(weights[b, h], wanted, atol=1e-6)
+        np.testing.assert_allclose(output[b, h], wanted @ value, atol=1e-6)
+
+
+def test_weights_are_optional(inputs, mask):
+    output = attention(*inputs, mask)
+    np.testing.assert_array_equal(output, attention(*inputs, mask, return_weights=True)[0])
+
+
+def test_weights_are_a_distribution_over_the_allowed_keys(inputs, mask):
+    weights = np.asarray(weights_of(*inputs[:2], mask))
+    allowed = np.broadcast_to(mask, weights.shape)
+    assert (weights[~allowed] == 0).all()
+    assert (weights[allowed] > 0).all()
+    np.testing.assert_allclose(weights.sum(-1), allowed.any(-1), atol=1e-6)
+
+
+def test_a_query_without_an_allowed_key_gets_zero_and_finite_gradients(inputs, mask):
+    output, weights = attention(*inputs, mask, return_weights=True)
+    assert (np.asarray(output[0, :, 2]) == 0).all()
+    assert (np.asarray(weights[0, :, 2]) == 0).all()
+    assert (np.abs(output[0, :, 1]) > 0).all()
+    grads = jax.grad(lambda *x: (attention(*x, mask) ** 2).sum(), (0, 1, 2))(*inputs)
+    assert all(np.isfinite(grad).all() for grad in grads)
+    assert (np.asarray(grads[0][0, :, 2]) == 0).all()
+
+
+def test_what_a_masked_key_and_value_hold_changes_no_bit(inputs):
+    query, key, value = inputs
+    mask = jnp.ones((1, 1, T, S), bool).at[..., 4].set(False)
+    changed = key.at[:, :, 4].set(1e30), value.at[:, :, 4].set(-1e30)
+    np.testing.assert_array_equal(
+        attention(query, *changed, mask), attention(query, key, value, mask)
+    )
+
+
+def test_very_large_scores_do_not_overflow(inputs):
+    query, key, _ = inputs
+    weights = np.asarray(weights_of(1e15 * query, 1e15 * key, ALL))
+    assert np.isfinite(weights).all()
+    np.testing.assert_allclose(weights.max(-1), 1.0)
+
+
+@pytest.mark.parametrize("shape", [(B, 1, 1, S), (1, 1, T, S), (B, 1, T, S), (B, H, T, S)])
+def test_masks_broadcast_over_rows_heads_and_queries(inputs, shape):
+    mask = jnp.asarray(np.random.default_rng(6).random(shape) < 0.7)
+    np.testing.assert_array_equal(
+        attention(*inputs, mask), attention(*inputs, jnp.broadcast_to(mask, (B, H, T, S)))
+    )
+
+
+@pytest.mark.parametrize(("axis", "which"), [(3, "key"), (2, "value")])
+def test_queries_and_keys_share_a_width_and_keys_and_values_a_length(inputs, axis, which):
+    query, key, value = inputs
+    cut = {"key": key, "value": value}
+    cut[which] = jax.lax.slice_in_dim(cut[which], 1, None, axis=axis)
+    with pytest.raises(TypeCheckError, match=which):
+        attention(query, cut["key"], cut["value"], ALL)
+
+
+# Properties
+
+
+def test_keys_and_values_are_a_set(inputs):
+    query, key, value = inputs
+    order = np.random.default_rng(0).permutation(S)
+    np.testing.assert_allclose(
+        attention(query, key[:, :, order], value[:, :, order], ALL),
+        attention(query, key, value, ALL),
+        atol=1e-6,
+    )
+
+
+def test_heads_do_not_see_each_other(inputs):
+    together = attention(*inputs, ALL)
+    for h in range(H):
+        alone = attention(*(x[:, h : h + 1] for x in inputs), ALL)
+        np.testing.assert_allclose(together[:, h : h + 1], alone, atol=1e-6)
+
+
+def test_raw_scores_have_variance_d_k_and_scaled_ones_variance_1():
+    d_k, keys = 211, 401
+    query, key = normal(1, 1, 1, 307, d_k), normal(2, 1, 1, keys, d_k)
+    np.testing.assert_allclose((query[0, 0] @ key[0, 0].T).var(), d_k, rtol=0.05)
+    # A row's log-weights are its scaled scores up to a constant.
+    scores = jnp.log(weights_of(query, key, jnp.ones((1, 1, 1, keys), bool)))
+    np.testing.assert_allclose(scores.var(axis=-1).mean(), 1.0, rtol=0.05)
+
+
+def test_unscaled_scores_would_pick_one_key_and_lose_the_gradient():
+    d_k, keys = 512, 41
+    query, key = normal(1, 1, 1, 37, d_k), normal(2, 1, 1, keys, d_k)
+    mask = jnp.ones((1, 1, 1, keys), bool)
+    soft, hard = (np.asarray(weights_of(q, key, mask)) for q in (query, query * d_k**0.5))
+    assert soft.max(-1).mean() < 0.3
+    assert hard.max(-1).mean() > 0.9
+    slope = [(w * (1 - w)).sum(-1).mean() for w in (soft, hard)]  # d weight / d own score
+    assert slope[1] < 0.15 * slope[0]
+
+
+def test_tied_query_and_key_projections_make_scores_symmetric():
+    x, w_query, w_key = normal(1, 1, 1, S, 26), normal(2, 26, K) / 5, normal(3, 26, K) / 5
+
+    def scores(query, key):
+        # log w_ij - log w_ii is s_ij - s_ii, and s_ii is known.
+        logs = np.log(np.asarray(weights_of(query, key, ALL)))[0, 0]
+        own = np.asarray((query * key).sum(-1))[0, 0] / K**0.5
+        return logs - np.diagonal(logs)[:, None] + own[:, None]
+
+    tied = scores(x @ w_query, x @ w_query)
+    np.testing.assert_allclose(tied, tied.T, atol=1e-4)
+    free = scores(x @ w_query, x @ w_key)
+    assert np.abs(free - free.T).max() > 1.0
+
+
+# Precision and dropout
+
+
+def test_bfloat16_inputs_get_a_float32_softmax_and_a_bfloat16_output(inputs, mask):
+    low = [x.astype(jnp.bfloat16) for x in inputs]
+    output, weights = attention(*low, mask, return_weights=True)
+    assert output.dtype == jnp.bfloat16
+    assert weights.dtype == jnp.float32
+    exact = attention(*(x.astype(jnp.float32) for x in low), mask, return_weights=True)
+    np.testing.assert_allclose(weights, exact[1], atol=1e-6)
+    np.testing.assert_allclose(output.astype(jnp.float32), exact[0], atol=2e-2)
+
+
+def test_float64_inputs_stay_float64(inputs, mask):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
+        output, weights = attention(*wide, mask, return_weights=True)
+        assert output.dtype == weights.dtype == jnp.float64
+        query, key, value = (np.asarray(x[1, 2]) for x in wide)
+    wanted = reference.attention_weights(query, key, np.asarray(mask[1, 0])) @ value
+    np.testing.assert_allclose(output[1, 2], wanted, atol=1e-14)
+
+
+def test_dropout_acts_on_the_weights_that_are_read_and_not_on_those_returned():
+    query, key = normal(1, 2, 3, 41, K), normal(2, 2, 3, 43, K)
+    identity = jnp.broadcast_to(jnp.eye(43), (2, 3, 43, 43))  # the output is what was read
+    mask = jnp.ones((1, 1, 1, 43), bool)
+    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(0), "return_weights": True}
+    read, weights = attention(query, key, identity, mask, **options)
+    np.testing.assert_array_equal(weights, weights_of(query, key, mask))
+    kept = np.asarray(read) != 0
+    np.testing.assert_allclose(kept.mean(), 0.7, atol=0.02)
+    np.testing.assert_allclose(read[kept], weights[kept] / 0.7, rtol=1e-5)
+    assert (kept[0] != kept[1]).any()  # rows of the batch and heads each draw their own
+    assert (kept[:, 0] != kept[:, 1]).any()
+
+
+# Multi-head attention
+
+
+def test_multi_head_attention_is_its_heads_concatenated_and_projected():
+    params = random_params()["decoder"][1]["cross_attention"]
+    layer = build(CONFIG, random_params()).decoder[1].cross_attention
+    x, memory, mask = normal(1, 5, 13, 26), normal(2, 5, 11, 26), padding_mask(SOURCE)
+    heads = []
+    for h in range(CONFIG.num_heads):
+        match, read = (slice(h * width, (h + 1) * width) for width in (CONFIG.d_k, CONFIG.d_v))
+        projected = (
+            x @ params["query"][:, match],
+            memory @ params["key"][:, match],
+            memory @ params["value"][:, read],
+        )
+        heads.append(attention(*(p[:, None] for p in projected), mask)[:, 0])
+    wanted = jnp.concatenate(heads, axis=-1) @ params["output"]
+    output = layer(x, layer.keys_values(memory), mask)
+    assert output.shape == (5, 13, 26)
+    np.testing.assert_allclose(output, wanted, atol=1e-5)
+
+
+def test_with_attention_silenced_a_token_moves_only_its_own_row():
+    params, changed = random_params(), SOURCE.at[0, 3].set(SOURCE[0, 3] % 30 + 1)
+
+    def moved(params):
+        model, mask = build(CONFIG, params), padding_mask(SOURCE)
+        apart = model.encode(changed, mask) - model.encode(SOURCE, mask)
+        return (np.abs(apart).max(-1) > 0).astype(int)
+
+    only_row_3 = np.zeros((5, 11), int)
+    only_row_3[0, 3] = 1
+    np.testing.assert_array_equal(moved(silenced(params, "output")), only_row_3)
+    np.testing.assert_array_equal(moved(params)[0], np.ones(11))  # its neighbours hear of it
+    np.testing.assert_array_equal(moved(params)[1:], np.zeros((4, 11)))
+
+
+def test_with_attention_silenced_the_decoder_forgets_source_and_prefix():
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    model = build(config, silenced(random_params(config), "output"))
+    target_in, mask = jnp.array([[2, 8, 4], [2, 5, 4]]), jnp.ones((1, 1, 1, 3), bool)
+    states = model.decode_states(target_in, normal(1, 2, 3, 26), causal_mask(3), mask)
+    np.testing.assert_array_equal(states[0, [0, 2]], states[1, [0, 2]])
+    assert (np.abs(states[0, 1] - states[1, 1]) > 0).any()

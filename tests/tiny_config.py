@@ -1,0 +1,69 @@
+"""A config file for the tests of whole runs; its argument is the folder of `write_corpus`.
+
+Everything that could make two runs differ is on: dropout, shuffling over epochs, two bucket shapes,
+accumulation, and (under pytest) eight devices.
+"""
+
+import random
+from pathlib import Path
+
+from flaxformer_min.config import (
+    Config,
+    DataConfig,
+    DecodeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+
+WORDS = {
+    "the cat": "die Katze",
+    "a dog": "ein Hund",
+    "sees": "sieht",
+    "and": "und",
+    "every house": "jedes Haus",
+    "seven": "sieben",
+    "trees": "Bäume",
+    "slowly": "langsam",
+}
+
+
+def get_config(folder: str) -> Config:
+    return Config(
+        model=ModelConfig(
+            num_layers=1,
+            d_model=16,
+            d_ff=32,
+            num_heads=2,
+            d_k=8,
+            d_v=8,
+            dropout=0.1,
+            max_length=48,
+        ),
+        data=DataConfig(
+            dir=folder,
+            train=("train.en", "train.de"),
+            validation=("validation.en", "validation.de"),
+            source_language="en",
+            target_language="de",
+            vocab_size=300,
+            max_length=48,
+            tokens_per_batch=1_000,
+            num_buckets=2,
+            row_multiple=16,
+        ),
+        optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=40, accumulation=2),
+        train=TrainConfig(steps=40, evaluate_every=20, checkpoint_every=10, keep_last=3),
+        decode=DecodeConfig(beam_size=2, max_length_offset=5),
+    )
+
+
+def write_corpus(folder: Path, train: int = 300, validation: int = 7) -> None:
+    """Sentences of one to eight words; the target is the source word by word, backwards."""
+    draw = random.Random(1)
+    for split, size in (("train", train), ("validation", validation)):
+        lines = [draw.choices(list(WORDS), k=draw.randint(1, 8)) for _ in range(size)]
+        translated = [[WORDS[word] for word in reversed(line)] for line in lines]
+        for language, side in (("en", lines), ("de", translated)):
+            text = "".join(" ".join(line) + "\n" for line in side)
+            (folder / f"{split}.{language}").write_text(text, encoding="utf-8")
