@@ -36,7 +36,6 @@ PPL is per word piece, with the paper's word pieces.
 import dataclasses
 
 import wmt14_en_de
-
 from flaxformer_min.config import Config, ModelConfig
 
 
@@ -69,7 +68,7 @@ VARIANTS = {
     "D-dropout0.2": with_model(ModelConfig(dropout=0.2)),
     "D-smooth0": with_smoothing(0.0),
     "D-smooth0.2": with_smoothing(0.2),
-    "E-learned": with_model(ModelConfig(positions="learned")),
+    "E-learned": with_model(ModelConfig(positions="learned", max_length=256)),
     "big": wmt14_en_de.big(),
 }
 

@@ -1,6 +1,5 @@
 """Checkpoint averaging: the mean of the weights of several steps of one run (section 6.1)."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -23,23 +22,21 @@ from flaxformer_min.errors import UserError
 def average(
     workdir: str | Path,
     output: str | Path,
-    *,
-    last: int | None = None,
-    steps: Sequence[int] | None = None,
+    last: int,
 ) -> list[int]:
     """Writes to `output` one checkpoint whose weights are the mean of those of a run's checkpoints.
 
-    Takes the `last` newest by step number, or those of `steps`. Sums in float32 in the order of the
-    steps. The result has the config, tokenizer and step number of the newest of them and no
-    optimizer state. Returns the steps.
+    Takes the `last` newest by step number and sums in float32 in the order of the steps. The result
+    has the config, tokenizer and step number of the newest of them and no optimizer state. Returns
+    the steps.
 
     Raises:
-        UserError: fewer checkpoints than asked, an unknown step, an `output` that is there already,
-            or checkpoints that differ in tokenizer or shapes.
+        UserError: fewer checkpoints than asked, an `output` that is there already, or
+            checkpoints that differ in tokenizer or shapes.
         CheckpointError: a damaged file, named, or `output` could not be written.
     """
     root, output = checkpoints_of(Path(workdir).absolute()), Path(output).absolute()
-    chosen = _choose(root, counted_steps(root), last, steps)
+    chosen = _newest(root, last)
     if output.exists():
         raise UserError(f"{output}: is there already; give a new directory")
     newest = read_checkpoint(root / str(chosen[-1]))
@@ -56,23 +53,15 @@ def average(
     return chosen
 
 
-def _choose(
-    root: Path, counted: list[int], last: int | None, steps: Sequence[int] | None
-) -> list[int]:
-    """The steps to average, ascending."""
-    assert (last is None) != (steps is None)
-    if last is not None:
-        if not 1 <= last <= len(counted):
-            raise UserError(
-                f"{root}: cannot average the last {last}; there are {len(counted)}: {counted}; "
-                "ask for fewer, or train with a larger train.keep_last"
-            )
-        return counted[-last:]
-    assert steps
-    chosen = sorted(set(steps))
-    if unknown := [step for step in chosen if step not in counted]:
-        raise UserError(f"{root}: no checkpoint of step {unknown}; steps there: {counted}")
-    return chosen
+def _newest(root: Path, last: int) -> list[int]:
+    """The `last` newest steps, ascending."""
+    counted = counted_steps(root)
+    if not 1 <= last <= len(counted):
+        raise UserError(
+            f"{root}: cannot average the last {last}; there are {len(counted)}: {counted}; "
+            "ask for fewer, or train with a larger train.keep_last"
+        )
+    return counted[-last:]
 
 
 def _refuse_another(root: Path, loaded: Loaded, newest: Loaded) -> None:

@@ -172,8 +172,16 @@ def batch_iterator(
 
 
 def evaluation_batches(corpus: EncodedCorpus, config: DataConfig, pad_id: int) -> Iterator[Batch]:
-    """Every pair exactly once, by length and without shuffling, in few shapes."""
-    few = dataclasses.replace(config, num_buckets=min(config.num_buckets, EVALUATION_BUCKETS))
+    """Every pair exactly once, by length and without shuffling, in few shapes.
+
+    No split is refused: a pair longer than the token budget gets a batch of its own.
+    """
+    few = dataclasses.replace(
+        config,
+        num_buckets=min(config.num_buckets, EVALUATION_BUCKETS),
+        row_multiple=1,
+        tokens_per_batch=max(config.tokens_per_batch, int(corpus.lengths.max())),
+    )
     plan = BatchPlan(corpus.lengths, few, shuffle=False)
     for step in range(plan.batches_per_epoch):
         yield assemble(plan, corpus, pad_id, step)

@@ -42,6 +42,22 @@ def dense(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array,
     return jnp.matmul(flat, kernel.astype(x.dtype), precision="highest").reshape(*x.shape[:-1], -1)
 
 
+def project(states: Float[Array, "B T D"], table: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    """The pre-softmax projection, states @ table.T, without bias (section 3.4).
+
+    Logits are at least float32 whatever the states are: rounded to bfloat16, two likely words
+    would often tie.
+    """
+    flat = states.reshape(-1, states.shape[-1])
+    logits = jnp.matmul(
+        flat,
+        table.astype(flat.dtype).T,
+        precision="highest",
+        preferred_element_type=jnp.promote_types(flat.dtype, jnp.float32),
+    )
+    return logits.reshape(*states.shape[:-1], -1)
+
+
 def layer_norm(
     x: Float[Array, "B T D"], scale: Float[Array, " D"], bias: Float[Array, " D"]
 ) -> Float[Array, "B T D"]:

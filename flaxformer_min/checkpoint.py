@@ -73,10 +73,6 @@ class Checkpoints:
         """The steps that have a checkpoint, ascending."""
         return counted_steps(self._root)
 
-    def latest(self) -> int | None:
-        """The newest step that has a checkpoint, unverified; None if there is none."""
-        return max(self.steps(), default=None)
-
     def latest_good(self) -> int | None:
         """The newest step whose files are what was written; None if there is no checkpoint.
 

@@ -31,12 +31,16 @@ class Dice:
 
     def choice(self, options: Sequence[T]) -> T:
         """One of the options."""
-        return options[self.between(0, len(options) - 1)]
+        self._bits, index = divmod(self._bits, len(options))
+        return options[index]
 
     def sample(self, options: Sequence[T], count: int) -> tuple[T, ...]:
         """`count` different options."""
-        rest = list(options)
-        return tuple(rest.pop(self.between(0, len(rest) - 1)) for _ in range(count))
+        rest, chosen = list(options), []
+        for _ in range(count):
+            self._bits, index = divmod(self._bits, len(rest))
+            chosen.append(rest.pop(index))
+        return tuple(chosen)
 
 
 class Category(NamedTuple):
@@ -50,6 +54,10 @@ class Category(NamedTuple):
     render: Callable[[Any, str, Locale], str]
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # Dates and times. A style is one of CLDR's lengths (full, long, medium, short) or skeletons.
 
 _LENGTHS = ("full", "long", "medium", "short")
@@ -57,9 +65,9 @@ _Instant = datetime.datetime
 _Span = tuple[datetime.datetime, datetime.datetime]
 
 
-def _day(dice: Dice) -> _Instant:
-    """A day of the years 2000 to 2099, which two digits tell apart."""
-    return _Instant(2000, 1, 1) + datetime.timedelta(days=dice.between(0, 36_524))
+def _day(dice: Dice, later: int = 0) -> _Instant:
+    """A day of the years 2000 to 2099, which two digits tell apart, with `later` more behind it."""
+    return _Instant(2000, 1, 1) + datetime.timedelta(days=dice.between(0, 36_524 - later))
 
 
 def _draw_date(dice: Dice, style: str, source: Locale) -> _Instant:
@@ -83,37 +91,43 @@ def _draw_time(dice: Dice, style: str, source: Locale) -> _Instant:
 def _render_time(time: _Instant, style: str, locale: Locale) -> str:
     if style in _LENGTHS:
         return dates.format_time(time, style, locale=locale)
-    return dates.format_skeleton(style.replace("H", _hour(locale)), time, locale=locale)
+    skeleton = style.replace("H", _hour(locale))
+    try:
+        return dates.format_skeleton(skeleton, time, locale=locale)
+    except ValueError:  # no names for the parts of the day (B), as in Babel 2.19's Sicilian
+        return dates.format_skeleton(skeleton.replace("B", ""), time, locale=locale)
 
 
 def _render_date_time(time: _Instant, style: str, locale: Locale) -> str:
     pattern = str(dates.get_datetime_format(style, locale=locale)).replace("'", "")
-    clock = dates.format_time(time, "medium" if style == "medium" else "short", locale=locale)
+    clock = dates.format_time(time, "short", locale=locale)
     return pattern.replace("{0}", clock).replace("{1}", dates.format_date(time, style, locale))
 
 
 def _draw_interval(dice: Dice, style: str, source: Locale) -> _Span:
     if style == "Hm":
-        first = dice.between(0, 1438)
-        last = dice.between(first + 1, 1439)
-        noon = _Instant(2000, 1, 1)
-        return noon + datetime.timedelta(minutes=first), noon + datetime.timedelta(minutes=last)
+        minute = dice.between(0, 1438)
+        start = _Instant(2000, 1, 1) + datetime.timedelta(minutes=minute)
+        return start, start + datetime.timedelta(minutes=dice.between(1, 1439 - minute))
     if "d" in style:
-        start = _day(dice)
-        return start, start + datetime.timedelta(days=dice.between(1, 300))
-    month = dice.between(0, 1199)
-    later = month + dice.between(1, 11)
-    return tuple(_Instant(2000 + m // 12, 1 + m % 12, 1) for m in (month, later))
+        days = dice.between(1, 300)
+        start = _day(dice, later=days)
+        return start, start + datetime.timedelta(days=days)
+    start = _Instant(dice.between(2000, 2098), dice.between(1, 12), 1)
+    months = start.month - 1 + dice.between(1, 11)
+    return start, _Instant(start.year + months // 12, 1 + months % 12, 1)
 
 
 def _render_interval(span: _Span, style: str, locale: Locale) -> str:
-    return dates.format_interval(*span, style.replace("H", _hour(locale)), locale=locale)
+    try:
+        return dates.format_interval(*span, style.replace("H", _hour(locale)), locale=locale)
+    except NotImplementedError:  # Babel 2.19 cannot compare parts of the day, as in zh_Hant_HK
+        return dates.format_interval(*span, style, locale=locale)
 
 
 def _hour(locale: Locale) -> str:
-    """H or h, the letter in skeletons, as the locale counts 24 or 12 hours."""
-    pattern = locale.time_formats["short"].pattern
-    return "H" if "H" in pattern or "k" in pattern else "h"
+    """The letter of the hour in skeletons: h where the locale's time has AM or PM, else H."""
+    return "h" if "a" in locale.time_formats["short"].pattern else "H"
 
 
 # Amounts. `_SPANS` holds for each span of time how many one counts of it, and Babel's seconds.
@@ -127,19 +141,17 @@ _SPANS = {
     "minute": (59, 60),
     "second": (59, 1),
 }
-_UNITS = (
-    *("length-kilometer", "length-meter", "length-centimeter", "length-millimeter"),
-    *("length-mile", "length-yard", "length-foot", "length-inch", "length-light-year"),
-    *("mass-kilogram", "mass-gram", "mass-milligram", "mass-pound", "mass-ounce"),
-    *("volume-liter", "volume-milliliter", "volume-cubic-meter", "volume-gallon"),
-    *("area-square-meter", "area-square-kilometer", "area-hectare", "area-acre"),
-    *("temperature-celsius", "temperature-fahrenheit", "speed-kilometer-per-hour"),
-    *("speed-mile-per-hour", "speed-meter-per-second", "power-watt", "power-kilowatt"),
-    *("energy-joule", "energy-kilowatt-hour", "electric-volt", "digital-megabyte"),
+_UNITS = _words(
+    "length-kilometer length-meter length-centimeter length-millimeter length-mile length-yard "
+    "length-foot length-inch length-light-year mass-kilogram mass-gram mass-milligram mass-pound "
+    "mass-ounce volume-liter volume-milliliter volume-cubic-meter volume-gallon area-square-meter "
+    "area-square-kilometer area-hectare area-acre temperature-celsius temperature-fahrenheit "
+    "speed-kilometer-per-hour speed-mile-per-hour speed-meter-per-second power-watt "
+    "power-kilowatt energy-joule energy-kilowatt-hour electric-volt digital-megabyte"
 )
-_PARTS = ("mass-gram", "mass-kilogram", "volume-liter", "volume-milliliter", "energy-joule")
-_WHOLES = ("duration-second", "duration-minute", "duration-hour", "duration-day")
-_CURRENCIES = tuple("USD EUR GBP JPY CNY INR CHF SEK NOK PLN CZK BRL MXN CAD AUD KRW".split())
+_PARTS = _words("mass-gram mass-kilogram volume-liter volume-milliliter energy-joule")
+_WHOLES = _words("duration-second duration-minute duration-hour duration-day")
+_CURRENCIES = _words("USD EUR GBP JPY CNY INR CHF SEK NOK PLN CZK BRL MXN CAD AUD KRW")
 
 _Duration = tuple[tuple[int, str], ...]
 _Measure = tuple[Decimal, str, str | None]  # number, unit, and the unit it is counted per
@@ -158,7 +170,7 @@ def _render_duration(duration: _Duration, style: str, locale: Locale) -> str:
 
 def _draw_relative(dice: Dice, style: str, source: Locale) -> tuple[int, str]:
     direction, span = dice.choice(_directed_spans(source))
-    return direction * dice.between(1, 200), span
+    return direction * dice.between(1, 300), span
 
 
 def _render_relative(value: tuple[int, str], style: str, locale: Locale) -> str:
@@ -226,10 +238,10 @@ def _render_number(number: Decimal, style: str, locale: Locale) -> str:
 _NAMES = {
     "weekday": tuple(range(7)),
     "month": tuple(range(1, 13)),
-    "language": tuple("ar cs da de el en es fi fr he hi hu it ja ko nl pl pt ru sv tr uk".split()),
-    "territory": tuple(
-        "AR AT AU BE BR CA CH CL CN DE DK EG ES FI FR GR HU IE IN IT JP KE MX NL NO PE PL PT "
-        "SE TR UA VN".split()
+    "language": _words("ar cs da de el en es fi fr he hi hu it ja ko nl pl pt ru sv tr uk"),
+    "territory": _words(
+        "AR AT AU BE BR CA CH CL CN DE DK EG ES FI FR GR HU IE IN IT JP KE MX NL NO PE PL PT SE TR "
+        "UA VN"
     ),
 }
 _List = tuple[tuple[str, Any], ...]
@@ -289,10 +301,13 @@ def _directed_spans(locale: Locale) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def _measures(locale: Locale) -> tuple[tuple[str, str | None], ...]:
-    rates = [(part, whole) for part in _PARTS for whole in _WHOLES]
+    options: list[tuple[str, str | None]] = [(unit, None) for unit in _UNITS]
+    options += [(part, whole) for part in _PARTS for whole in _WHOLES]
     return _distinct(
-        [*((unit, None) for unit in _UNITS), *rates],
-        lambda m: {_render_measure((Decimal(n), *m), w, locale) for n in _COUNTS for w in _WIDTHS},
+        options,
+        lambda option: {
+            _render_measure((Decimal(n), *option), w, locale) for n in _COUNTS for w in _WIDTHS
+        },
     )
 
 

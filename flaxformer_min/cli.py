@@ -8,6 +8,7 @@ Each verb imports what it needs when it runs, so that --help answers at once.
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -89,10 +90,12 @@ def score(options: argparse.Namespace, _: list[str]) -> None:
 
 
 def evaluate(options: argparse.Namespace, _: list[str]) -> None:
-    """Translates SOURCE and writes the BLEU record against REFERENCE as JSON."""
+    """Translates SOURCE, or the config's test split, and writes its BLEU record as JSON."""
     from flaxformer_min.evaluate import evaluate_files
 
-    pairs = list(_pairs(options.source, options.reference))
+    if (options.source is None) != (options.reference is None):
+        raise UserError("--source and --reference belong together: give both or neither")
+    pairs = list(_pairs(options.source, options.reference)) if options.source else None
     record = evaluate_files(options.dir, options.step, pairs)
     print(json.dumps(record, indent=2))
 
@@ -140,13 +143,13 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
     sub = model_verb(translate)
     sub.add_argument("--beam-size", type=_count, help="1 is greedy; the config's by default")
-    sub.add_argument("--length-penalty-alpha", type=float, help="the config's by default")
+    sub.add_argument("--length-penalty-alpha", type=_number, help="the config's by default")
     sub = model_verb(score)
     sub.add_argument("--source", required=True)
     sub.add_argument("--target", required=True)
     sub = model_verb(evaluate)
-    sub.add_argument("--source", required=True)
-    sub.add_argument("--reference", required=True)
+    sub.add_argument("--source", help="lines to translate; the config's test split by default")
+    sub.add_argument("--reference", help="their translations")
     sub = verb(average)
     sub.add_argument("dir", metavar="DIR", help="a workdir")
     sub.add_argument("--last", type=_count, default=5, help="how many checkpoints")
@@ -178,6 +181,12 @@ def _step(text: str) -> int | Literal["best"]:
     if text.isdecimal():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither a step number nor 'best'")
+
+
+def _number(text: str) -> float:
+    if math.isfinite(number := float(text)):
+        return number
+    raise argparse.ArgumentTypeError(f"{text} is not finite")
 
 
 def _count(text: str) -> int:

@@ -8,6 +8,7 @@ import sacrebleu
 
 from flaxformer_min.config import DecodeConfig
 from flaxformer_min.errors import UserError
+from flaxformer_min.parallel import read_pairs
 from flaxformer_min.translate import Translator
 
 
@@ -38,15 +39,21 @@ def bleu_record(
 
 
 def evaluate_files(
-    directory: str | Path, step: int | Literal["best"] | None, pairs: Sequence[tuple[str, str]]
+    directory: str | Path,
+    step: int | Literal["best"] | None,
+    pairs: Sequence[tuple[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Translates the sources of (source, reference) pairs with a checkpoint: its BLEU record.
 
-    Raises UserError where there are no pairs, and as `Translator.load`.
+    No pairs means the test split of the checkpoint's config.
+    Raises UserError where there is nothing to evaluate, and as `Translator.load`.
     """
-    if not pairs:
-        raise UserError("no lines to evaluate: the source and the reference are empty")
     translator = Translator.load(directory, step)
+    if pairs is None:
+        data = translator.config.data
+        pairs = list(read_pairs(data, data.test))
+    if not pairs:
+        raise UserError("no lines to evaluate: give --source and --reference, with lines in them")
     sources, references = map(list, zip(*pairs, strict=True))
     texts = [translation.text for translation in translator.translate(sources)]
     return bleu_record(texts, references, translator.config.decode, translator.step)

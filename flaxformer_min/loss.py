@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from flaxformer_min.blocks import project
+
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
 
@@ -50,7 +52,7 @@ def projected_cross_entropy(
 
     def add(total, columns):
         states_c, labels_c, weights_c = columns
-        logits = _project(states_c, table)
+        logits = project(states_c, table)
         return total + smoothed_cross_entropy(logits, labels_c, weights_c, smoothing)[0], None
 
     zero = jnp.zeros((), _wide(states).dtype)
@@ -64,7 +66,7 @@ def _forward(states, table, labels, weights, smoothing, chunk):
     def add(carry, columns):
         total, table_grad = carry
         states_c, labels_c, weights_c = columns
-        logits = _wide(_project(states_c, table))
+        logits = project(states_c, table)
         loss, _ = smoothed_cross_entropy(logits, labels_c, weights_c, smoothing)
         grad = _logits_gradient(logits, labels_c, weights_c, smoothing).astype(states.dtype)
         states_grad = jnp.matmul(grad, table.astype(grad.dtype), precision="highest")
@@ -104,12 +106,6 @@ def _logits_gradient(
     is_label = jnp.arange(vocab_size)[None, None] == labels[..., None]
     target = jnp.where(is_label, 1 - smoothing, 0) + smoothing / vocab_size
     return (jax.nn.softmax(logits) - target) * weights[..., None]
-
-
-def _project(states: Float[Array, "B C D"], table: Float[Array, "V D"]) -> Float[Array, "B C V"]:
-    flat = states.reshape(-1, states.shape[-1])
-    logits = jnp.matmul(flat, table.astype(flat.dtype).T, precision="highest")
-    return logits.reshape(*states.shape[:-1], -1)
 
 
 def _columns(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:

@@ -21,9 +21,10 @@ SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
 class MetricsLog:
     """One JSON object a line in WORKDIR/metrics.jsonl, the same numbers as TensorBoard events.
 
-    A number that is not finite is null there: JSON has no other word for it. Lines past `step` are dropped when the log is opened: a run resumed from there writes them
-    again. The metrics of a step are read only when the next one has been dispatched (`push`), so
-    that the device never waits for the host.
+    A number that is not finite is null there: JSON has no other word for it. Lines past `step` are
+    dropped when the log is opened: a run resumed from there writes them again. The metrics of a
+    step are read only when the next one has been dispatched (`push`), so that the device never
+    waits for the host.
     """
 
     def __init__(self, workdir: Path, step: int, steps: int, schedule: optax.Schedule):
@@ -60,13 +61,17 @@ class MetricsLog:
         seconds = time.perf_counter() - self._clock
         self.restart_clock()
         skipped, in_a_row = int(values.pop("skipped")), int(values.pop("skipped_in_a_row"))
-        values["learning_rate"] = np.asarray(self._schedule(step - 1 - skipped)).item()
+        before = step - 1 - skipped + bool(in_a_row)  # updates before this step
+        values["learning_rate"] = np.asarray(self._schedule(before)).item()
         values["tokens_per_second"] = values["tokens"] / seconds
         self._train(step, values)
         if in_a_row:
             self.say(f"step {step}: loss or gradient not finite; parameters left as they were")
         if in_a_row >= SKIPS_IN_A_ROW:
-            raise FloatingPointError(f"steps {step - in_a_row + 1} to {step} were not finite")
+            raise FloatingPointError(
+                f"steps {step - in_a_row + 1} to {step} were not finite; try a lower "
+                "optimizer.peak_learning_rate or set optimizer.clip_norm"
+            )
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         """Records an evaluation and says its main numbers."""

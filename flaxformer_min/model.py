@@ -17,7 +17,7 @@ from flaxformer_min.blocks import (
     MaybeKey,
     SourceMask,
     TargetMask,
-    dense,
+    project,
 )
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout, split
@@ -95,8 +95,8 @@ class Transformer(nnx.Module):
         return self.project(states)
 
     def project(self, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The pre-softmax projection, without bias: states times the output matrix."""
-        return dense(states, self.output_table.T)
+        """The pre-softmax projection of states [B, T, D], [B, T, V]."""
+        return project(states, self.output_table)
 
     @property
     def output_table(self) -> Float[Array, "V D"]:

@@ -55,9 +55,13 @@ def phrase(split: str, index: int, source_language: str, target_language: str) -
     source_locale, target_locale = _locale(source_language), _locale(target_language)
     name = tuple(CATEGORIES)[index % len(CATEGORIES)]
     category = CATEGORIES[name]
-    value, source = _draw(category, split, index, source_locale)
-    styles = (s for s in category.styles if category.render(value, s, source_locale) == source)
-    return Phrase(source, category.render(value, next(styles), target_locale), name)
+    drawn, value, source = _draw(category, split, index, source_locale)
+    style = next(
+        style
+        for style in category.styles
+        if style == drawn or category.render(value, style, source_locale) == source
+    )
+    return Phrase(source, category.render(value, style, target_locale), name)
 
 
 def exact_match_by_category(
@@ -70,8 +74,8 @@ def exact_match_by_category(
     return {category: sum(matches) / len(matches) for category, matches in hits.items()}
 
 
-def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[Any, str]:
-    """The first candidate whose text belongs to the split: the value and its source text."""
+def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[str, Any, str]:
+    """The first candidate whose text belongs to the split: its style, value and source text."""
     attempt = 0
     while True:
         dice = Dice(f"{split} {index} {attempt}")
@@ -79,7 +83,7 @@ def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[A
         value = category.draw(dice, style, source)
         text = category.render(value, style, source)
         if split_of(text) == split:
-            return value, text
+            return style, value, text
         attempt += 1
 
 

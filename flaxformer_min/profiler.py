@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -11,7 +12,7 @@ AFTER = 10  # steps of a run before its trace starts, if it has so many: compila
 class Profiler:
     """Writes the trace of `count` of the steps `start` to `end` to WORKDIR/profile.
 
-    Of none if `count` is 0, of all if there are fewer.
+    A `count` of 0 writes none; a count larger than the run traces all of it.
     """
 
     def __init__(self, workdir: Path, start: int, end: int, count: int):
@@ -20,9 +21,10 @@ class Profiler:
         self._end = self._first + count
         self._running = False
 
-    def before(self, step: int) -> None:
-        """To be called before each step."""
+    def before(self, step: int, state: Any) -> None:
+        """To be called before each step, with the state that the step before it gave."""
         if step == self._end:
+            jax.block_until_ready(state)  # the last traced step may still be running
             self.stop()
         elif step == self._first:
             jax.profiler.start_trace(str(self._folder))

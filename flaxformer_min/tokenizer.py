@@ -86,12 +86,12 @@ class Tokenizer:
         return self.vocab_size - 1
 
     def _never_generated(self) -> tuple[int, ...]:
-        """Special ids other than EOS and unk, and every piece that holds a line break."""
+        """Every special id but EOS, and every piece that holds a line break."""
         model = self._processor
         own = range(model.get_piece_size())
         control = {i for i in own if model.is_control(i)} - {self.eos_id}
         line_breaks = {i for i in own if _breaks_line(model.id_to_piece(i), model.is_byte(i))}
-        return tuple(sorted({self.pad_id, self.bos_id} | control | line_breaks))
+        return tuple(sorted({self.pad_id, self.unk_id, self.bos_id} | control | line_breaks))
 
 
 def prepare_tokenizer(config: DataConfig, lines: Iterable[str]) -> Tokenizer:

@@ -46,19 +46,20 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
                 print(f"{workdir} is finished, at step {start}; nothing to do", file=sys.stderr)
                 return 0
             trainer = Trainer(config, data)
-            state = trainer.initial_state(checkpoints, start)
+            state = trainer.saved_state(checkpoints, start) if start else trainer.fresh_state()
             schedule = make_schedule(config.optimizer, config.model.d_model)
             log = MetricsLog(workdir, start, steps, schedule)
             profiler = Profiler(workdir, start, steps, profile_steps)
             stop.defer()
             try:
-                trainer.loop(state, start, checkpoints, log, profiler, stop)
+                reached = trainer.loop(state, start, checkpoints, log, profiler, stop)
             finally:
                 profiler.stop()
                 log.close()
-        if stop.requested:  # and the checkpoint is on the disk
-            print(f"{workdir} stopped; the same command goes on", file=sys.stderr)
-    return stop.exit_status
+        if reached == steps:
+            return 0
+        print(f"{workdir} stopped at step {reached}; the same command goes on", file=sys.stderr)
+        return stop.exit_status
 
 
 class Trainer:
@@ -81,24 +82,20 @@ class Trainer:
         )
         self.train_step = jax.jit(train_step, donate_argnums=0)
 
-    def initial_state(self, checkpoints: Checkpoints, start: int) -> TrainState:
-        """The state saved at step `start`, or a fresh one for step 0; born sharded."""
-        config, tokenizer = self.config, self.data.tokenizer
-
-        def make() -> TrainState:
-            seed = config.train.seed
-            return init_state(config.model, tokenizer.vocab_size, self.optimizer, seed)
-
-        like = abstract(self.mesh, jax.eval_shape(make))
-        if start:
-            print(f"resuming from step {start}", file=sys.stderr)
-            return checkpoints.restore(start, like)
-        state = jax.jit(make, out_shardings=shardings(self.mesh, like))()
+    def fresh_state(self) -> TrainState:
+        """The state before step 1, born sharded; the weights are `train.initialize_from`'s."""
+        folder, like = self.config.train.initialize_from, self._shapes()
+        weights = None if folder is None else _weights_of(folder, like.params)
+        state = jax.jit(self._init, out_shardings=shardings(self.mesh, like))()
         print(f"{count_parameters(state.params):,} parameters", file=sys.stderr)
-        if config.train.initialize_from is None:
+        if weights is None:
             return state
-        params = _weights_of(config.train.initialize_from, state.params)
-        return state._replace(params=params)
+        return state._replace(params=jax.device_put(weights, shardings(self.mesh, weights)))
+
+    def saved_state(self, checkpoints: Checkpoints, step: int) -> TrainState:
+        """The state after `step` steps, as it was saved."""
+        print(f"resuming from step {step}", file=sys.stderr)
+        return checkpoints.restore(step, abstract(self.mesh, self._shapes()))
 
     def loop(
         self,
@@ -108,17 +105,17 @@ class Trainer:
         log: MetricsLog,
         profiler: Profiler,
         stop: StopRequest,
-    ) -> None:
-        """Steps `start` to `train.steps`, or to the step at which a stop is asked for.
+    ) -> int:
+        """Steps from `start` to `train.steps`, or until a stop is asked for; returns the last one.
 
         One turn more than there are steps, so that evaluating and saving have one place.
         """
         train, root_key = self.config.train, jax.random.key(self.config.train.seed)
         rows = NamedSharding(self.mesh, ROWS)
         pad_id = self.data.tokenizer.pad_id
-        batches = batch_iterator(self.data.plan, self.data.train, pad_id, start)
+        batches, step = batch_iterator(self.data.plan, self.data.train, pad_id, start), start
         try:
-            for step in range(start, train.steps + 1):
+            while True:
                 done, record = step == train.steps, None
                 if step > start and (done or step % train.evaluate_every == 0):
                     record = self._evaluate(state.params, step, log)
@@ -128,13 +125,21 @@ class Trainer:
                     checkpoints.save(state, step, record)
                     log.restart_clock()
                 if last:
-                    return
-                profiler.before(step)
+                    return step
+                profiler.before(step, state)
                 batch: Batch = jax.device_put(next(batches), rows)
                 state, metrics = self.train_step(state, batch, root_key)
-                log.push(step + 1, metrics)
+                step += 1
+                log.push(step, metrics)
         finally:
             batches.close()
+
+    def _init(self) -> TrainState:
+        config, vocab_size = self.config, self.data.tokenizer.vocab_size
+        return init_state(config.model, vocab_size, self.optimizer, config.train.seed)
+
+    def _shapes(self) -> TrainState:
+        return jax.eval_shape(self._init)
 
     def _evaluate(self, params: Params, step: int, log: MetricsLog) -> dict[str, Any]:
         log.flush()
@@ -155,8 +160,8 @@ class Trainer:
 
 
 def _weights_of(folder: str, like: Params) -> Params:
-    """The weights of another run's checkpoint, on the devices of `like`."""
-    params = load_for_inference(folder).params
-    if found := difference(named_leaves(params), named_leaves(like)):
+    """The weights of another run's checkpoint; refused unless they have the shapes of `like`."""
+    weights = load_for_inference(folder).params
+    if found := difference(named_leaves(weights), named_leaves(like)):
         raise UserError(f"train.initialize_from: {folder} holds another model: {found}")
-    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, like)
+    return weights

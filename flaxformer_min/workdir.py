@@ -42,9 +42,12 @@ def claim(workdir: Path, config: Config) -> None:
         _take_over(path, config)
     elif found := [name for name in (FOLDER, TOKENIZER) if (workdir / name).exists()]:
         raise UserError(f"{workdir}: has {found[0]} but no {CONFIG}; use another --workdir")
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"--workdir {workdir}: is a file; give a directory") from None
     _replace(path, config_to_json(config).encode())
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
 
 
@@ -85,7 +88,10 @@ def _tokenizer(config: Config, workdir: Path) -> Tokenizer:
     """The workdir's tokenizer; put there when the run starts."""
     path = workdir / TOKENIZER
     if path.exists():
-        return Tokenizer.load(path)
+        tokenizer = Tokenizer.load(path)
+        if config.data.tokenizer and not config.train.initialize_from:
+            _refuse_another(tokenizer, config, workdir)
+        return tokenizer
     if config.train.initialize_from is not None:
         tokenizer = _tokenizer_of(config.train.initialize_from, config)
     else:
@@ -107,6 +113,14 @@ def _tokenizer_of(folder: str, config: Config) -> Tokenizer:
             f"data.tokenizer is another than that of {folder} (train.initialize_from); leave it out"
         )
     return tokenizer
+
+
+def _refuse_another(tokenizer: Tokenizer, config: Config, workdir: Path) -> None:
+    if prepare_tokenizer(config.data, ()).sha256 != tokenizer.sha256:
+        raise UserError(
+            f"data.tokenizer: {config.data.tokenizer} is another than that of {workdir}; "
+            "set it back or use a new workdir"
+        )
 
 
 def _lines(config: Config) -> Iterator[str]:

@@ -6,11 +6,20 @@ import pytest
 import sacrebleu
 
 from flaxformer_min import evaluate
-from flaxformer_min.config import DecodeConfig
+from flaxformer_min.config import DataConfig, DecodeConfig
 from flaxformer_min.errors import UserError
 from flaxformer_min.evaluate import bleu_record, evaluate_files
 
 REFERENCES = ["The cat sat, on the mat.", "Two grey dogs ran home .", "", "A B C D E"]
+PHRASES = DataConfig(
+    source="phrases",
+    train=("train[:1]",),
+    validation=("validation[:1]",),
+    test=("test[:7]",),
+    source_language="en",
+    target_language="de",
+    vocab_size=300,
+)
 TRANSLATIONS = ["The cat sat on the mat.", "two grey dogs ran home .", "", "A B C D F"]
 
 
@@ -42,28 +51,37 @@ def test_case_counts():
     assert lower < 70
 
 
+class Upper:
+    """A translator that upper-cases."""
+
+    class config:
+        decode = DecodeConfig(beam_size=2)
+        data = PHRASES
+
+    def __init__(self, directory, step):
+        assert directory == "runs/x"
+        self.step = {"best": 30, None: 50}[step]
+
+    load = classmethod(lambda cls, *arguments: cls(*arguments))
+
+    def translate(self, lines):
+        return [type("Translation", (), {"text": line.upper()}) for line in lines]
+
+
 def test_evaluate_files_translates_the_sources_with_the_chosen_checkpoint(monkeypatch):
-    class Upper:
-        """A translator that upper-cases."""
-
-        class config:
-            decode = DecodeConfig(beam_size=2)
-
-        def __init__(self, directory, step):
-            assert directory == "runs/x"
-            self.step = {"best": 30, None: 50}[step]
-
-        load = classmethod(lambda cls, *arguments: cls(*arguments))
-
-        def translate(self, lines):
-            return [type("Translation", (), {"text": line.upper()}) for line in lines]
-
     monkeypatch.setattr(evaluate, "Translator", Upper)
     record = evaluate_files("runs/x", "best", [("a b c d", "A B C D"), ("", "")])
     assert record["score"] == pytest.approx(100)
     assert (record["step"], record["lines"], record["beam_size"]) == (30, 2, 2)
 
 
-def test_nothing_to_evaluate_is_an_error_of_the_user():
+def test_no_pairs_means_the_test_split_of_the_checkpoint_s_config(monkeypatch):
+    monkeypatch.setattr(evaluate, "Translator", Upper)
+    record = evaluate_files("runs/x", None)
+    assert (record["step"], record["lines"]) == (50, 7)
+
+
+def test_nothing_to_evaluate_is_an_error_of_the_user(monkeypatch):
+    monkeypatch.setattr(evaluate, "Translator", Upper)
     with pytest.raises(UserError, match="no lines"):
         evaluate_files("runs/x", None, [])

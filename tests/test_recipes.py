@@ -3,11 +3,15 @@
 import ast
 import dataclasses
 import functools
+import importlib.metadata
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from flaxformer_min.config import FIELD_TYPES, ModelConfig, config_from_json, config_to_json
 from flaxformer_min.config_file import load_config
@@ -199,6 +203,36 @@ def test_search_imports_no_model() -> None:
 
 def test_nobody_imports_the_command_line() -> None:
     assert {room for room in PACKAGE if "cli" in imports(PACKAGE[room])} <= {"__main__"}
+
+
+# Pins
+
+
+def brought(requirement: Requirement) -> set[str]:
+    """The packages that a package needs here, with the extras that are asked of it."""
+    needs = importlib.metadata.requires(requirement.name) or []
+    return {
+        need
+        for need in needs
+        for extra in requirement.extras | {""}
+        if (marker := Requirement(need).marker) is None or marker.evaluate({"extra": extra})
+    }
+
+
+def test_every_package_that_an_install_brings_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pinned = {canonicalize_name(p.name): p for p in pins if not p.marker or p.marker.evaluate()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = {*project["dependencies"], *project["optional-dependencies"]["dev"]}
+    seen: set[str] = set()
+    while waiting - seen:
+        seen.add(text := (waiting - seen).pop())
+        requirement = Requirement(text)
+        pin = pinned[canonicalize_name(requirement.name)]
+        assert importlib.metadata.version(requirement.name) in pin.specifier
+        waiting |= brought(requirement)
+    assert len(seen) > 60
 
 
 # Size

@@ -100,9 +100,9 @@ def test_bytes_that_are_no_utf8_become_replacement_characters(tokenizer):
     assert tokenizer.decode([byte(tokenizer, 0xFF), byte(tokenizer, ord("A"))]) == "\ufffdA"
 
 
-def test_never_generated_are_pad_bos_and_the_line_breaks(tokenizer):
+def test_never_generated_are_pad_unk_bos_and_the_line_breaks(tokenizer):
     breaks = {byte(tokenizer, 0x0A), byte(tokenizer, 0x0D)}
-    assert set(tokenizer.never_generated) == {0, 2} | breaks
+    assert set(tokenizer.never_generated) == {0, 1, 2} | breaks
 
 
 def test_without_byte_fallback_an_unknown_character_is_unk_and_not_pad():
@@ -110,7 +110,7 @@ def test_without_byte_fallback_an_unknown_character_is_unk_and_not_pad():
     tokenizer = Tokenizer(train_tokenizer(LINES, config))
     assert tokenizer.unk_id in tokenizer.encode("dog 😀")
     assert tokenizer.pad_id not in tokenizer.encode("dog 😀")
-    assert set(tokenizer.never_generated) == {0, 2}
+    assert set(tokenizer.never_generated) == {0, 1, 2}
 
 
 def test_no_piece_joins_two_digits(tokenizer):
@@ -173,7 +173,7 @@ def test_a_foreign_model_without_pad_and_bos_gets_ids_above_its_last():
     tokenizer = foreign(bos_id=-1, pad_id=-1, unk_id=0, eos_id=1)
     assert (tokenizer.pad_id, tokenizer.bos_id) == (53, 54)
     assert (tokenizer.unk_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 55)
-    assert tokenizer.never_generated == (53, 54)
+    assert tokenizer.never_generated == (0, 53, 54)
     ids = [54, 53, *tokenizer.encode("small dog"), 53]
     assert tokenizer.decode(ids) == "small dog"
     assert tokenizer.pieces([53, 54, 1]) == ["<pad>", "<s>", "</s>"]
@@ -188,7 +188,7 @@ def test_a_foreign_model_without_eos_gets_one_too():
 def test_control_pieces_and_line_breaks_of_a_foreign_model_are_never_generated():
     tokenizer = foreign(control_symbols=["<mask>"], user_defined_symbols=["\n", "keep"])
     names = tokenizer.pieces(tokenizer.never_generated)
-    assert sorted(names) == ["\n", "<mask>", "<pad>", "<s>"]
+    assert sorted(names) == ["\n", "<mask>", "<pad>", "<s>", "<unk>"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "folder", "empty", "garbage", "truncated"])

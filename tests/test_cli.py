@@ -1,0 +1,236 @@
+"""The command line: every verb, its exit status, and one line for every mistake."""
+
+import gzip
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_config
+
+from flaxformer_min import cli
+from flaxformer_min.translate import Translator
+
+ROOT = Path(__file__).parent.parent
+LINES = ["a cat", "", " \t", "seven dogs", "now"]
+HOSTILE = b"a cat\r\n\n \t\nseven dogs\nnow"  # CRLF, blank lines, no final newline
+
+
+def main(*arguments: str | Path) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def tiny_train(corpus: Path, workdir: Path, *overrides: str) -> list[str | Path]:
+    config = f"{tiny_config.__file__}:{corpus}"
+    return ["train", "--config", config, "--workdir", workdir, *overrides]
+
+
+def translations(directory: Path, lines: list[str], **options) -> list[str]:
+    translator = Translator.load(directory, options.pop("step", None))
+    return [translation.text for translation in translator.translate(lines, **options)]
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    def put(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    return put
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    """Source and target with the given bytes; names that end in .gz are packed."""
+
+    def write(source: bytes, target: bytes, suffix: str = "") -> list[Path]:
+        paths = [tmp_path / f"{side}{suffix}" for side in ("source", "target")]
+        for path, data in zip(paths, (source, target), strict=True):
+            path.write_bytes(gzip.compress(data) if suffix == ".gz" else data)
+        return paths
+
+    return write
+
+
+def test_translate_reads_a_pipe_and_writes_a_line_for_each_of_its_lines(finished):
+    command = [sys.executable, "-m", "flaxformer_min", "translate", str(finished)]
+    done = subprocess.run(command, cwd=ROOT, input=HOSTILE, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode().split("\n")[:-1] == translations(finished, LINES)
+    assert done.stdout.split(b"\n")[1:3] == [b"", b""]
+
+
+def test_translate_takes_a_step_and_search_options(finished, stdin, capsysbinary):
+    for flags, options in (
+        (["--step", "best"], {"step": "best"}),
+        (["--step", "20", "--beam-size", "1"], {"step": 20, "beam_size": 1}),
+    ):
+        stdin(HOSTILE)
+        assert main("translate", finished, *flags) == 0
+        written = capsysbinary.readouterr().out.decode()
+        assert written.split("\n")[:-1] == translations(finished, LINES, **options)
+
+
+def test_translate_numbers_lines_over_all_that_it_read(finished, stdin, monkeypatch, caplog):
+    monkeypatch.setattr(cli, "LINES_AT_ONCE", 2)
+    stdin(b"now\n\nand\n" + b"tree " * 20)
+    assert main("translate", finished) == 0
+    assert "line 4: " in caplog.text
+
+
+def test_translate_of_nothing_writes_nothing(finished, stdin, capsysbinary):
+    stdin(b"")
+    assert main("translate", finished) == 0
+    assert capsysbinary.readouterr().out == b""
+
+
+def test_score_writes_one_number_a_line(finished, two_files, capsys):
+    source, target = two_files(b"a cat\nnow\n\n", b"eine Katze\njetzt\nx", ".gz")
+    assert main("score", finished, "--source", source, "--target", target) == 0
+    pairs = [("a cat", "eine Katze"), ("now", "jetzt"), ("", "x")]
+    numbers = [float(line) for line in capsys.readouterr().out.splitlines()]
+    assert numbers == Translator.load(finished).score(pairs)
+
+
+def test_evaluate_writes_the_record_as_json(finished, corpus, two_files, capsys):
+    source, reference = [(corpus / f"validation.{side}").read_bytes() for side in ("en", "de")]
+    source, reference = two_files(source, reference, ".gz")
+    assert main("evaluate", finished, "--source", source, "--reference", reference) == 0
+    last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(capsys.readouterr().out) == last["bleu"]
+
+
+def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, stdin, capsysbinary):
+    output = tmp_path / "average"
+    assert main("average", finished, "--last", "2", "--output", output) == 0
+    assert b"the average of steps 30, 40" in capsysbinary.readouterr().err
+    stdin(b"now")
+    assert main("translate", output) == 0
+    assert capsysbinary.readouterr().out.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["", "train", "translate", "score", "evaluate", "average"])
+def test_help_is_there_without_loading_anything(verb, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(*verb.split(), "--help")
+    assert exit_.value.code == 0
+    assert f"usage: flaxformer-min {verb}" in capsys.readouterr().out
+
+
+def test_the_command_line_imports_no_jax_before_it_needs_it():
+    code = "import sys, flaxformer_min.cli; assert not {'jax', 'numpy', 'tyro'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_help_of_train_after_a_config_lists_every_field(corpus, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main("train", "--config", f"{tiny_config.__file__}:{corpus}", "--help")
+    assert exit_.value.code == 0
+    assert "--model.d-ff INT" in capsys.readouterr().out
+
+
+def assert_one_error(errors: str, message: str) -> None:
+    assert errors.startswith("error: ") and errors.count("\n") == 1
+    assert message in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--data.train no.en no.de", "no.en: No such file"),
+        ("--data.train train.en validation.de", "train.en has 200 lines but "),
+        ("--data.train empty empty", "data.train: no line"),
+        ("--data.train latin1 latin1", "latin1, line 2: not UTF-8"),
+        ("--data.vocab_size 5000", "data.vocab_size: 5000 is more than this corpus gives; at most"),
+        ("--data.tokenizer no.model", "no.model: No such file"),
+        ("--model.droput 0.2", "did you mean model.dropout?"),
+        ("--model.dropout much", "model.dropout must be a number"),
+        ("--model.d_model 15", "model.d_model is 15: it must be even"),
+        ("--mesh.data 3", "mesh: data x fsdp x tensor = 3 x 1 x 1 does not make the 8 devices"),
+        ("--train.initialize_from no", "no: no such directory"),
+        ("--profile 0", "'0' is no whole number above 0"),
+    ],
+)
+def test_a_mistake_in_training_is_one_line_and_status_2(corpus, tmp_path, capfd, flags, message):
+    (corpus / "empty").write_bytes(b"")
+    (corpus / "latin1").write_bytes(b"gr\xc3\xbcn\ngr\xfcn\n")
+    assert main(*tiny_train(corpus, tmp_path / "workdir", *flags.split())) == 2
+    assert_one_error(capfd.readouterr().err, message)
+
+
+def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, capfd):
+    assert main(*tiny_train(corpus, finished, "--model.dropout", "0.2")) == 2
+    message = "model.dropout was 0.1 in this workdir and is 0.2 now"
+    assert_one_error(capfd.readouterr().err, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "required: VERB"),
+        ("train --config no.py --workdir w", "no.py: there is no such config file"),
+        ("train --config no.py", "required: --workdir"),
+        ("fly", "invalid choice: 'fly'"),
+        ("translate {empty}/no", "no: no such directory"),
+        ("translate {empty}", "no finished checkpoint in it"),
+        ("translate {finished} --step 25", "no checkpoint of step 25; steps there: [20, 30, 40]"),
+        ("translate {finished} --step new", "'new' is neither a step number nor 'best'"),
+        ("translate {finished} --beam-size 0", "'0' is no whole number above 0"),
+        ("translate {finished} --beam 3", "unrecognized: --beam 3"),
+        ("score {finished} --source {three} --target {two}", "three has 3 lines but"),
+        ("score {finished} --source {two} --target {latin1}", "latin1, line 2: not UTF-8"),
+        ("score {finished} --source {two} --target no", "no: No such file"),
+        ("evaluate {finished} --source {none} --reference {none}", "no lines to evaluate"),
+        ("average {finished} --last 4 --output {empty}/x", "cannot average the last 4"),
+        ("average {finished} --last 2 --output {empty}", "is there already"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(finished, tmp_path, capfd, arguments, message):
+    files = {"three": b"a\nb\nc\n", "two": b"a\nb\n", "latin1": b"a\n\xfc\n", "none": b""}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "empty").mkdir()
+    names = {name: tmp_path / name for name in [*files, "empty"]}
+    assert main(*[word.format(finished=finished, **names) for word in arguments.split()]) == 2
+    assert_one_error(capfd.readouterr().err, message)
+
+
+def test_invalid_utf8_on_standard_input_names_its_line(finished, stdin, capfd):
+    stdin(b"now\n\xff\n")
+    assert main("translate", finished) == 2
+    assert_one_error(capfd.readouterr().err, "standard input, line 2: not UTF-8")
+
+
+def test_a_damaged_checkpoint_is_one_line_and_status_1(finished, tmp_path, stdin, capfd):
+    copy = shutil.copytree(finished / "checkpoints" / "40", tmp_path / "copy")
+    (copy / "tokenizer.model").write_bytes(b"x")
+    stdin(b"now")
+    assert main("translate", copy) == 1
+    assert_one_error(capfd.readouterr().err, "tokenizer.model: damaged")
+
+
+def test_a_workdir_that_cannot_be_made_is_one_line_and_status_1(corpus, tmp_path, capfd):
+    (tmp_path / "file").touch()
+    assert main(*tiny_train(corpus, tmp_path / "file" / "workdir")) == 1
+    assert_one_error(capfd.readouterr().err, "Not a directory")
+
+
+def test_an_error_leaves_a_process_as_one_line_and_its_status(corpus, tmp_path):
+    arguments = tiny_train(corpus, tmp_path, "--data.vocab_size", "5000")[1:]
+    command = [sys.executable, "train.py", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_one_error(done.stderr, "data.vocab_size: 5000 is more than this corpus gives")
+
+
+def test_a_reader_that_has_seen_enough_ends_translate_quietly(finished):
+    command = [sys.executable, "-m", "flaxformer_min", "translate", str(finished)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate(b"now\n")
+    assert (process.returncode, errors) == (1, b"")

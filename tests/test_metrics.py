@@ -1,0 +1,125 @@
+"""The log of a run: every step once, valid JSON, the same in TensorBoard events."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from flaxformer_min.metrics import MetricsLog
+from flaxformer_min.schedule import warmup_inverse_sqrt
+from flaxformer_min.step import Metrics
+
+
+def lines(workdir: Path) -> list[dict]:
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    text = (workdir / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def events(workdir: Path) -> list[tuple[str, int, float]]:
+    """(name, step, value) of every scalar in the event files."""
+    found = []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            data = data[16 + size :]
+    return found
+
+
+def open_log(workdir: Path, step: int = 0, steps: int = 40) -> MetricsLog:
+    return MetricsLog(workdir, step, steps, warmup_inverse_sqrt(16, 10, peak=0.5))
+
+
+def metrics(loss: float, skipped: int = 0, in_a_row: int = 0) -> Metrics:
+    floats = [jnp.float32(value) for value in (loss, 24, 1.5)]
+    return Metrics(*floats, jnp.int32(skipped), jnp.int32(in_a_row))
+
+
+def test_a_run_logs_every_step_once_and_its_evaluations(finished):
+    training = [line for line in lines(finished) if "loss" in line]
+    evaluations = [line for line in lines(finished) if "loss" not in line]
+    assert [line["step"] for line in training] == list(range(1, 41))
+    for line in training:
+        assert set(line) == {
+            "step", "loss", "tokens", "gradient_norm", "learning_rate", "tokens_per_second",
+        }  # fmt: skip
+        assert all(value > 0 for value in line.values())
+    assert [line["step"] for line in evaluations] == [20, 40]
+    for line in evaluations:
+        assert line["validation_perplexity"] == pytest.approx(math.exp(line["validation_loss"]))
+        assert (line["bleu"]["step"], line["bleu"]["lines"]) == (line["step"], 7)
+        assert {"score", "signature", "beam_size", "length_penalty_alpha"} <= set(line["bleu"])
+
+
+def test_tensorboard_events_hold_the_same_numbers(finished):
+    found = {(name, step): value for name, step, value in events(finished)}
+    for line in lines(finished):
+        for name in line.keys() - {"step", "bleu"}:
+            assert found[name, line["step"]] == pytest.approx(line[name], rel=1e-6)
+        if "bleu" in line:
+            assert found["bleu", line["step"]] == pytest.approx(line["bleu"]["score"])
+
+
+def test_opening_the_log_at_a_step_drops_later_lines_and_a_cut_one(tmp_path):
+    whole = [{"step": step, "loss": 0.5} for step in (1, 2, 3)]
+    evaluation = {"step": 2, "validation_loss": 1.0}
+    text = "".join(json.dumps(line) + "\n" for line in [*whole[:2], evaluation, whole[2]])
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4, "lo')
+    open_log(tmp_path, step=2).close()
+    assert lines(tmp_path) == [*whole[:2], evaluation]
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
+    open_log(tmp_path, step=1).close()
+    assert lines(tmp_path) == [{"step": 1}]
+
+
+def test_a_step_is_written_when_the_next_one_was_dispatched(tmp_path):
+    log = open_log(tmp_path)
+    log.push(1, metrics(4.0))
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    log.push(2, metrics(3.0))
+    assert [line["loss"] for line in lines(tmp_path)] == [4.0]
+    log.flush()
+    log.flush()
+    assert [line["loss"] for line in lines(tmp_path)] == [4.0, 3.0]
+    log.close()
+
+
+def test_the_learning_rate_is_that_of_the_updates_made(tmp_path):
+    log = open_log(tmp_path)
+    for step, skipped in ((1, 0), (2, 0), (4, 1), (10, 0)):
+        log.push(step, metrics(1.0, skipped))
+    log.flush()
+    log.close()
+    rates = [line["learning_rate"] for line in lines(tmp_path)]
+    assert rates == pytest.approx([0.05, 0.10, 0.15, 0.5])
+
+
+def test_what_is_not_finite_is_null_and_said(tmp_path, capsys):
+    log = open_log(tmp_path)
+    log.push(7, metrics(math.nan, skipped=1, in_a_row=1))
+    log.flush()
+    log.close()
+    assert lines(tmp_path)[0]["loss"] is None
+    assert "step 7: loss or gradient not finite" in capsys.readouterr().err
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path):
+    log = open_log(tmp_path)
+    log.push(19, metrics(math.inf, skipped=12, in_a_row=9))
+    log.push(20, metrics(math.inf, skipped=13, in_a_row=10))
+    with pytest.raises(FloatingPointError, match="steps 11 to 20 were not finite"):
+        log.flush()
+    log.close()
