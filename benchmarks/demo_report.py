@@ -5,6 +5,9 @@ of a look-up of the nearest training phrase; then BLEU, and a few translations t
 """
 
 import argparse
+from pathlib import Path
+
+import jax
 
 from flaxformer_min.evaluate import bleu_record
 from flaxformer_min.lookup import nearest_neighbours
@@ -18,7 +21,9 @@ TESTED, SHOWN = 1000, 12  # phrases
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workdir")
-    translator = Translator.load(parser.parse_args().workdir)
+    workdir = Path(parser.parse_args().workdir)
+    jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
+    translator = Translator.load(workdir)
     data = translator.config.data
     languages = data.source_language, data.target_language
     test = [phrase("test", index, *languages) for index in range(TESTED)]

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxformer_min.config import MeshConfig
+from flaxformer_min.config import Config, MeshConfig
 from flaxformer_min.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
@@ -42,6 +42,16 @@ def make_mesh(config: MeshConfig) -> Mesh:
             f"{devices} devices here; set one axis to -1"
         )
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_rows(config: Config, mesh: Mesh) -> None:
+    """Raises UserError unless devices and micro-batches share the rows of every batch evenly."""
+    shares = mesh.shape["data"] * mesh.shape["fsdp"] * config.optimizer.accumulation
+    if config.data.row_multiple % shares:
+        raise UserError(
+            f"data.row_multiple is {config.data.row_multiple}: it must be a multiple of mesh "
+            f"data x fsdp x optimizer.accumulation = {shares}"
+        )
 
 
 def shardings(mesh: Mesh, tree: Any) -> Any:

@@ -10,8 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from flaxformer_min.batching import Batch
+from flaxformer_min.dropout import split
 from flaxformer_min.loss import projected_cross_entropy
 from flaxformer_min.masks import causal_mask, padding_mask
+from flaxformer_min.model import Transformer
 from flaxformer_min.state import Params, TrainState
 
 LOSS_TOKENS = 512  # target positions whose logits are held at once
@@ -32,6 +34,24 @@ def shift_right(target: Int[Array, "B T"], bos_id: int) -> Int[Array, "B T"]:
     return jnp.pad(target, ((0, 0), (1, 0)), constant_values=bos_id)[:, :-1]
 
 
+def forced_states(
+    model: Transformer,
+    source: Int[Array, "B S"],
+    target: Int[Array, "B T"],
+    *,
+    pad_id: int,
+    bos_id: int,
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, "B T D"]:
+    """Decoder states [B, T, D] where the decoder reads the target, whatever it would have said."""
+    encoder_key, decoder_key = split(key, 2)
+    source_mask = padding_mask(source, pad_id)
+    target_in = shift_right(target, bos_id)
+    target_mask = padding_mask(target_in, pad_id) & causal_mask(target_in.shape[1])
+    memory = model.encode(source, source_mask, key=encoder_key)
+    return model.decode_states(target_in, memory, target_mask, source_mask, key=decoder_key)
+
+
 def loss_sums(
     graphdef: nnx.GraphDef,
     params: Params,
@@ -44,13 +64,8 @@ def loss_sums(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(sum of losses, number of target tokens) of a batch; no key means without dropout."""
     model = nnx.merge(graphdef, params)
-    encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
     source, target = jnp.asarray(batch.source), jnp.asarray(batch.target)
-    source_mask = padding_mask(source, pad_id)
-    target_in = shift_right(target, bos_id)
-    target_mask = padding_mask(target_in, pad_id) & causal_mask(target_in.shape[1])
-    memory = model.encode(source, source_mask, key=encoder_key)
-    states = model.decode_states(target_in, memory, target_mask, source_mask, key=decoder_key)
+    states = forced_states(model, source, target, pad_id=pad_id, bos_id=bos_id, key=key)
     weights = (target != pad_id).astype(jnp.float32)
     chunk = max(1, LOSS_TOKENS // len(target))
     return projected_cross_entropy(states, model.output_table, target, weights, smoothing, chunk)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from flaxformer_min.batching import Batch, batch_iterator
 from flaxformer_min.checkpoint import Checkpoints, load_for_inference
@@ -15,7 +15,7 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.metrics import MetricsLog
 from flaxformer_min.profiler import Profiler
 from flaxformer_min.schedule import make_optimizer, make_schedule
-from flaxformer_min.sharding import ROWS, abstract, make_mesh, shardings
+from flaxformer_min.sharding import ROWS, abstract, check_rows, make_mesh, shardings
 from flaxformer_min.signals import StopRequest
 from flaxformer_min.state import Params, TrainState, count_parameters, init_state, split_model
 from flaxformer_min.step import make_train_step
@@ -32,6 +32,8 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     CheckpointError where saving fails and FloatingPointError where the numbers do.
     """
     with StopRequest() as stop:
+        mesh = make_mesh(config.mesh)
+        check_rows(config, mesh)
         claim(workdir, config)
         data = prepare_data(config, workdir)
         with Checkpoints(
@@ -45,7 +47,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
             if start >= steps:
                 print(f"{workdir} is finished, at step {start}; nothing to do", file=sys.stderr)
                 return 0
-            trainer = Trainer(config, data)
+            trainer = Trainer(config, mesh, data)
             state = trainer.saved_state(checkpoints, start) if start else trainer.fresh_state()
             schedule = make_schedule(config.optimizer, config.model.d_model)
             log = MetricsLog(workdir, start, steps, schedule)
@@ -65,10 +67,8 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
 class Trainer:
     """The data, the mesh and the compiled functions of a run; `loop` schedules them."""
 
-    def __init__(self, config: Config, data: Data):
-        self.config, self.data = config, data
-        self.mesh = make_mesh(config.mesh)
-        self._check_rows()
+    def __init__(self, config: Config, mesh: Mesh, data: Data):
+        self.config, self.mesh, self.data = config, mesh, data
         self.optimizer = make_optimizer(config.optimizer, config.model.d_model)
         graphdef, _ = split_model(config.model, data.tokenizer.vocab_size)
         self.validation = Validation(config, data.tokenizer, data.validation, graphdef)
@@ -147,16 +147,6 @@ class Trainer:
         log.evaluation(step, record)
         log.restart_clock()
         return record
-
-    def _check_rows(self) -> None:
-        """Rows of every batch must divide over the devices and micro-batches that share them."""
-        config, mesh = self.config, self.mesh.shape
-        shares = mesh["data"] * mesh["fsdp"] * config.optimizer.accumulation
-        if config.data.row_multiple % shares:
-            raise UserError(
-                f"data.row_multiple is {config.data.row_multiple}: it must be a multiple of mesh "
-                f"data x fsdp x optimizer.accumulation = {shares}"
-            )
 
 
 def _weights_of(folder: str, like: Params) -> Params:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,13 +20,15 @@ import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from tqdm import tqdm
 
 from flaxformer_min.checkpoint import load_for_inference
 from flaxformer_min.config import Config
-from flaxformer_min.masks import causal_mask, padding_mask
+from flaxformer_min.corpus import is_blank
+from flaxformer_min.masks import padding_mask
 from flaxformer_min.search import Hypotheses, beam_search
 from flaxformer_min.state import Params, split_model
-from flaxformer_min.step import shift_right
+from flaxformer_min.step import forced_states
 from flaxformer_min.tokenizer import Tokenizer
 
 # Source positions decoded at once, padding counted. On a CPU a sentence costs the same with 8 rows
@@ -96,10 +99,10 @@ class Translator:
         alpha = (
             decode.length_penalty_alpha if length_penalty_alpha is None else length_penalty_alpha
         )
-        places = [place for place, line in enumerate(lines) if line and not line.isspace()]
+        places = [place for place, line in enumerate(lines) if not is_blank(line)]
         sources = self._encode([lines[place] for place in places], places, first_line)
         translations = [Translation("", 0.0, (), True)] * len(lines)
-        for rows, width, members in plan_batches([len(s) for s in sources], self._longest):
+        for rows, width, members in self._batches([len(source) for source in sources]):
             batch = [sources[member] for member in members]
             found = self._search(
                 self.params,
@@ -123,7 +126,7 @@ class Translator:
         targets = self._encode([target for _, target in pairs], places, first_line)
         lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
         scores = [0.0] * len(pairs)
-        for rows, width, members in plan_batches(lengths, self._longest):
+        for rows, width, members in self._batches(lengths):
             batch = (
                 self._padded([side[member] for member in members], rows, width)
                 for side in (sources, targets)
@@ -132,6 +135,14 @@ class Translator:
             for member, score in zip(members, found, strict=False):
                 scores[member] = float(score)
         return scores
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+        """`plan_batches`, with a progress bar on a terminal."""
+        hidden = not sys.stderr.isatty()
+        with tqdm(total=len(lengths), unit=" lines", leave=False, disable=hidden) as bar:
+            for batch in plan_batches(lengths, self._longest):
+                yield batch
+                bar.update(len(batch[2]))
 
     @property
     def _longest(self) -> int:
@@ -199,7 +210,7 @@ def search_batch(
 
     def step_fn(tokens, cache, index):
         logits, cache = model.decode_step(tokens, index, cache, memories, source_mask)
-        return jax.nn.log_softmax(_at_least_float32(logits)), cache
+        return jax.nn.log_softmax(logits), cache
 
     return beam_search(
         step_fn,
@@ -227,12 +238,10 @@ def score_batch(
     Every token counts but padding, so EOS does.
     """
     model = nnx.merge(graphdef, params)
-    source_mask = padding_mask(source, tokenizer.pad_id)
-    target_in = shift_right(target, tokenizer.bos_id)
-    target_mask = padding_mask(target_in, tokenizer.pad_id) & causal_mask(target.shape[1])
-    logits = model.decode(target_in, model.encode(source, source_mask), target_mask, source_mask)
-    losses = optax.softmax_cross_entropy_with_integer_labels(_at_least_float32(logits), target)
-    return -jnp.sum(losses, axis=1, where=target != tokenizer.pad_id)
+    pad_id, bos_id = tokenizer.pad_id, tokenizer.bos_id
+    states = forced_states(model, source, target, pad_id=pad_id, bos_id=bos_id)
+    losses = optax.softmax_cross_entropy_with_integer_labels(model.project(states), target)
+    return -jnp.sum(losses, axis=1, where=target != pad_id)
 
 
 def plan_batches(lengths: Sequence[int], longest: int) -> Iterator[tuple[int, int, list[int]]]:
@@ -260,7 +269,3 @@ def shape_ladder(longest: int) -> list[int]:
     )
     steps = (width for power in powers for width in (power, power + power // 2))
     return [*(width for width in steps if width < longest), longest]
-
-
-def _at_least_float32(logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

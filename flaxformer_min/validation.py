@@ -48,7 +48,7 @@ class Validation:
         loss = self.loss(params)
         return {
             "validation_loss": loss,
-            "validation_perplexity": math.exp(min(loss, 700)),
+            "validation_perplexity": math.exp(min(loss, 700)),  # exp(710) overflows
             "bleu": self.bleu(params, step),
         }
 

@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import re
 
 import jaxtyping
 import pytest
@@ -177,12 +178,20 @@ def test_dates_times_and_spans_are_rendered_as_each_language_has_them() -> None:
     assert render("relative time", "long", (-3, "week"), "de") == "vor 3 Wochen"
 
 
-def test_a_text_of_two_styles_is_translated_in_the_first() -> None:
+def test_a_text_of_two_styles_is_translated_in_the_first(training: list[Phrase]) -> None:
     """In May the long and the medium date are one text in English, and two in German."""
     may = datetime.datetime(2026, 5, 3)
     assert render("date", "long", may, "en") == render("date", "medium", may, "en")
-    assert render("date", "long", may, "de") == "3. Mai 2026"
     assert render("date", "medium", may, "de") == "03.05.2026"
+    translations = [p.target for p in training if re.fullmatch(r"May \d+, \d{4}", p.source)]
+    assert len(translations) > 50
+    assert all(re.fullmatch(r"\d+\. Mai \d{4}", target) for target in translations)
+
+
+def test_german_accounts_are_translated_as_plain_amounts() -> None:
+    """German has one text for "-$1.50" and for the accounting style's "($1.50)"."""
+    assert not any(p.target.startswith("(") for p in draw("train", 2_000, "de", "en"))
+    assert any(p.source.startswith("(") for p in draw("train", 2_000, "en", "de"))
 
 
 def test_exact_match_is_counted_by_category() -> None:

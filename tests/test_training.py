@@ -22,7 +22,7 @@ from flaxformer_min.batching import assemble
 from flaxformer_min.checkpoint import counted_steps, load_for_inference
 from flaxformer_min.config import Config
 from flaxformer_min.errors import UserError
-from flaxformer_min.sharding import ROWS
+from flaxformer_min.sharding import ROWS, make_mesh
 from flaxformer_min.training import Trainer
 from flaxformer_min.translate import Translator
 from flaxformer_min.validation import Validation
@@ -138,7 +138,7 @@ def test_training_on_other_text_than_before_is_refused(tiny, finished, tmp_path)
 
 def prepared(config: Config, workdir: Path) -> Trainer:
     claim(workdir, config)
-    return Trainer(config, prepare_data(config, workdir))
+    return Trainer(config, make_mesh(config.mesh), prepare_data(config, workdir))
 
 
 def test_fine_tuning_starts_from_the_weights_and_tokenizer_of_another_run(tiny, finished, tmp_path):
@@ -182,9 +182,9 @@ def test_fine_tuning_another_model_is_refused(
 
 
 def test_rows_that_do_not_divide_over_devices_and_micro_batches_are_refused(tiny, tmp_path):
-    config = changed(tiny, "data", row_multiple=8)
     with pytest.raises(UserError, match=r"data.row_multiple is 8: .* multiple of .* = 16"):
-        prepared(config, tmp_path)
+        training.run(changed(tiny, "data", row_multiple=8), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_validation_loss_is_minus_the_mean_score_of_a_token(finished, corpus):

@@ -168,6 +168,20 @@ def test_a_greedy_token_is_the_likeliest_that_may_be_generated(translator, force
         assert steps.argmax(axis=1).tolist() == list(found.tokens)
 
 
+def test_ids_never_generated_do_not_come_even_where_they_are_likeliest(endless):
+    forbidden = list(endless.tokenizer.never_generated)
+    (before,) = endless.translate(["one grey cat"], beam_size=1)
+    output = np.array(endless.params["output_embedding"])
+    output[forbidden] = 1.5 * output[before.tokens[0]]  # likelier than the first token
+    other = copy.copy(endless)
+    other.params = {**endless.params, "output_embedding": jnp.array(output)}
+    (after,) = other.translate(["one grey cat"], beam_size=1)
+    assert after.tokens == before.tokens
+    assert after.score < before.score  # the forbidden ids keep their share of the probability
+    for translation in other.translate(sentences(5, seed=12)):
+        assert not set(translation.tokens) & set(forbidden)
+
+
 def test_score_is_the_log_probability_of_the_pair_in_order(translator, forced):
     pairs = list(zip(sentences(9, seed=3), sentences(9, seed=4), strict=True))
     pairs += [("", "a cat"), ("see", ""), ("\u2028", "</s>")]
