@@ -1,13 +1,10 @@
-"""What a run on the built-in phrases has learnt: python benchmarks/demo_report.py WORKDIR.
+"""What a run on the built-in phrases has learnt: python benchmarks/demo_report.py DIR.
 
-Exact match of the newest checkpoint on 1,000 held-out phrases, by category, beside the exact match
+Exact match of the checkpoint on 1,000 held-out phrases, by category, beside the exact match
 of a look-up of the nearest training phrase; then BLEU, and a few translations to read.
 """
 
 import argparse
-from pathlib import Path
-
-import jax
 
 from flaxformer_min.evaluate import bleu_record
 from flaxformer_min.lookup import nearest_neighbours
@@ -20,10 +17,8 @@ TESTED, SHOWN = 1000, 12  # phrases
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workdir")
-    workdir = Path(parser.parse_args().workdir)
-    jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
-    translator = Translator.load(workdir)
+    parser.add_argument("directory", help="a workdir, or one checkpoint")
+    translator = Translator.load(parser.parse_args().directory)
     data = translator.config.data
     languages = data.source_language, data.target_language
     test = [phrase("test", index, *languages) for index in range(TESTED)]

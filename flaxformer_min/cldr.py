@@ -110,7 +110,7 @@ def _draw_interval(dice: Dice, style: str, source: Locale) -> _Span:
         start = _Instant(2000, 1, 1) + datetime.timedelta(minutes=minute)
         return start, start + datetime.timedelta(minutes=dice.between(1, 1439 - minute))
     if "d" in style:
-        days = dice.between(1, 300)
+        days = dice.between(1, 60)
         start = _day(dice, later=days)
         return start, start + datetime.timedelta(days=days)
     start = _Instant(dice.between(2000, 2098), dice.between(1, 12), 1)
@@ -341,7 +341,7 @@ CATEGORIES = {
     "time": Category(("medium", "short", "EHm", "EBhm", "Bhm"), _draw_time, _render_time),
     "date and time": Category(_LENGTHS, _draw_time, _render_date_time),
     "interval": Category(
-        ("yMMMEd", "yMMMd", "MMMEd", "MMMd", "yMMMM", "yMMM", "Hm"),
+        ("yMMMd", "MMMEd", "MMMd", "yMMMM", "yMMM", "Hm"),
         _draw_interval,
         _render_interval,
     ),

@@ -137,7 +137,8 @@ def _make_parser() -> argparse.ArgumentParser:
         return sub
 
     sub = verb(train, add_help=False)
-    sub.add_argument("-h", "--help", action=_TrainHelp, nargs=0, help="after --config, all fields")
+    sub.epilog = "Every field of the config is a flag too: --model.dropout 0.2"
+    sub.add_argument("-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field")
     sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
     sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
     sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")

@@ -23,7 +23,8 @@ def bleu_record(
     Nothing is lower-cased, and the text is tokenised by `decode.bleu_tokenize` alone.
     """
     assert len(translations) == len(references) > 0
-    metric = sacrebleu.BLEU(tokenize=decode.bleu_tokenize)
+    tokenised = decode.bleu_tokenize == "none"  # and sacreBLEU need not warn of it
+    metric = sacrebleu.BLEU(tokenize=decode.bleu_tokenize, force=tokenised)
     result = metric.corpus_score(translations, [references])
     return {
         "score": result.score,

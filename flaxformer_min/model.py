@@ -27,8 +27,9 @@ from flaxformer_min.positions import sinusoidal_positions
 class Transformer(nnx.Module):
     """Owns every weight; holds no state, no mode and no random numbers.
 
-    A `key` turns dropout on, no key means evaluation. Masks are boolean, True = may attend (see
-    masks.py). Weights are float32; the activations are `config.compute_dtype`.
+    A `key` turns dropout on, no key means evaluation; give `encode` and `decode` different ones.
+    Masks are boolean, True = may attend (see masks.py). Weights are float32; the activations are
+    `config.compute_dtype`.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
@@ -107,6 +108,7 @@ class Transformer(nnx.Module):
     def init_cache(self, batch: int, hypotheses: int, length: int) -> list[Cache]:
         """An empty decoding cache: per layer keys and values [B, M, H, length, K or U]."""
         config, dtype = self.config, self._dtype
+        assert config.positions == "sinusoidal" or length <= config.max_length
         shape = (batch, hypotheses, config.num_heads, length)
         return [
             Cache(jnp.zeros((*shape, config.d_k), dtype), jnp.zeros((*shape, config.d_v), dtype))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import tiny_config
 
-from flaxformer_min import cli
+from flaxformer_min import cli, training
+from flaxformer_min.manifest import CheckpointError
 from flaxformer_min.translate import Translator
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +66,7 @@ def test_translate_reads_a_pipe_and_writes_a_line_for_each_of_its_lines(finished
 def test_translate_takes_a_step_and_search_options(finished, stdin, capsysbinary):
     for flags, options in (
         (["--step", "best"], {"step": "best"}),
-        (["--step", "20", "--beam-size", "1"], {"step": 20, "beam_size": 1}),
+        (["--step", "150", "--beam-size", "1"], {"step": 150, "beam_size": 1}),
     ):
         stdin(HOSTILE)
         assert main("translate", finished, *flags) == 0
@@ -97,15 +98,16 @@ def test_score_writes_one_number_a_line(finished, two_files, capsys):
 def test_evaluate_writes_the_record_as_json(finished, corpus, two_files, capsys):
     source, reference = [(corpus / f"validation.{side}").read_bytes() for side in ("en", "de")]
     source, reference = two_files(source, reference, ".gz")
-    assert main("evaluate", finished, "--source", source, "--reference", reference) == 0
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
-    assert json.loads(capsys.readouterr().out) == last["bleu"]
+    for files in ([], ["--source", source, "--reference", reference]):  # the same: its test split
+        assert main("evaluate", finished, *files) == 0
+        assert json.loads(capsys.readouterr().out) == last["bleu"]
 
 
 def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, stdin, capsysbinary):
     output = tmp_path / "average"
     assert main("average", finished, "--last", "2", "--output", output) == 0
-    assert b"the average of steps 30, 40" in capsysbinary.readouterr().err
+    assert b"the average of steps 150, 200" in capsysbinary.readouterr().err
     stdin(b"now")
     assert main("translate", output) == 0
     assert capsysbinary.readouterr().out.count(b"\n") == 1
@@ -175,13 +177,17 @@ def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, 
         ("fly", "invalid choice: 'fly'"),
         ("translate {empty}/no", "no: no such directory"),
         ("translate {empty}", "no finished checkpoint in it"),
-        ("translate {finished} --step 25", "no checkpoint of step 25; steps there: [20, 30, 40]"),
+        (
+            "translate {finished} --step 25",
+            "no checkpoint of step 25; steps there: [100, 150, 200]",
+        ),
         ("translate {finished} --step new", "'new' is neither a step number nor 'best'"),
         ("translate {finished} --beam-size 0", "'0' is no whole number above 0"),
         ("translate {finished} --beam 3", "unrecognized: --beam 3"),
         ("score {finished} --source {three} --target {two}", "three has 3 lines but"),
         ("score {finished} --source {two} --target {latin1}", "latin1, line 2: not UTF-8"),
         ("score {finished} --source {two} --target no", "no: No such file"),
+        ("evaluate {finished} --source {two}", "--source and --reference belong together"),
         ("evaluate {finished} --source {none} --reference {none}", "no lines to evaluate"),
         ("average {finished} --last 4 --output {empty}/x", "cannot average the last 4"),
         ("average {finished} --last 2 --output {empty}", "is there already"),
@@ -204,17 +210,53 @@ def test_invalid_utf8_on_standard_input_names_its_line(finished, stdin, capfd):
 
 
 def test_a_damaged_checkpoint_is_one_line_and_status_1(finished, tmp_path, stdin, capfd):
-    copy = shutil.copytree(finished / "checkpoints" / "40", tmp_path / "copy")
+    copy = shutil.copytree(finished / "checkpoints" / "200", tmp_path / "copy")
     (copy / "tokenizer.model").write_bytes(b"x")
     stdin(b"now")
     assert main("translate", copy) == 1
     assert_one_error(capfd.readouterr().err, "tokenizer.model: damaged")
 
 
-def test_a_workdir_that_cannot_be_made_is_one_line_and_status_1(corpus, tmp_path, capfd):
+def test_a_workdir_inside_a_file_is_one_line_and_status_2(corpus, tmp_path, capfd):
     (tmp_path / "file").touch()
-    assert main(*tiny_train(corpus, tmp_path / "file" / "workdir")) == 1
-    assert_one_error(capfd.readouterr().err, "Not a directory")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "inside"):
+        assert main(*tiny_train(corpus, workdir)) == 2
+        assert_one_error(capfd.readouterr().err, "is a file; give a directory")
+
+
+def test_a_workdir_that_cannot_be_read_is_one_line_and_status_1(corpus, tmp_path, capfd):
+    (tmp_path / "config.json").mkdir()
+    assert main(*tiny_train(corpus, tmp_path)) == 1
+    assert_one_error(capfd.readouterr().err, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "status"),
+    [
+        (FloatingPointError("steps 11 to 20 were not finite"), "steps 11 to 20", 1),
+        (CheckpointError("w/checkpoints/5: not saved: OSError"), "w/checkpoints/5: not saved", 1),
+        (OSError(28, "No space left on device", "w/metrics.jsonl"), "No space left on device", 1),
+        (KeyboardInterrupt(), None, 130),
+    ],
+)
+def test_what_can_be_foreseen_is_one_line(
+    corpus, tmp_path, monkeypatch, capfd, error, line, status
+):
+    def run(*_, **__):
+        raise error
+
+    monkeypatch.setattr(training, "run", run)
+    assert main(*tiny_train(corpus, tmp_path)) == status
+    if line is None:
+        assert capfd.readouterr().err == ""
+    else:
+        assert_one_error(capfd.readouterr().err, line)
+
+
+def test_a_bug_of_the_program_is_not_dressed_up(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "run", lambda *_, **__: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(*tiny_train(corpus, tmp_path))
 
 
 def test_an_error_leaves_a_process_as_one_line_and_its_status(corpus, tmp_path):

@@ -22,6 +22,7 @@ from flaxformer_min.batching import assemble
 from flaxformer_min.checkpoint import counted_steps, load_for_inference
 from flaxformer_min.config import Config
 from flaxformer_min.errors import UserError
+from flaxformer_min.profiler import Profiler
 from flaxformer_min.sharding import ROWS, make_mesh
 from flaxformer_min.training import Trainer
 from flaxformer_min.translate import Translator
@@ -54,30 +55,28 @@ def assert_ended_alike(workdir: Path, finished: Path):
 def test_a_run_learns_and_keeps_what_it_was_told_to_keep(finished):
     numbers = [float(loss) for _, loss in losses(finished)]
     assert numbers[0] > 5 and numbers[-1] < 0.8 * numbers[0]
-    assert steps_of(finished) == [20, 30, 40]
+    assert steps_of(finished) == [100, 150, 200]
 
 
 def test_a_run_with_more_steps_goes_on_and_ends_like_one_never_stopped(tiny, finished, tmp_path):
-    assert training.run(changed(tiny, "train", steps=20), tmp_path, profile_steps=2) == 0
-    assert losses(tmp_path) == losses(finished)[:20]
+    assert training.run(changed(tiny, "train", steps=100), tmp_path, profile_steps=2) == 0
+    assert losses(tmp_path) == losses(finished)[:100]
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert training.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
 
 
 def test_a_signal_during_an_evaluation_saves_that_step(tiny, finished, tmp_path, monkeypatch):
-    config = changed(tiny, "train", checkpoint_every=15)
-
     def interrupted(self, params, step, bleu=Validation.bleu):
         os.kill(os.getpid(), signal.SIGINT)
         return bleu(self, params, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(Validation, "bleu", interrupted)
-        assert training.run(config, tmp_path) == 130
-    assert steps_of(tmp_path) == [15, 20]
+        assert training.run(tiny, tmp_path) == 130
+    assert steps_of(tmp_path) == [50, 100]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert training.run(config, tmp_path) == 0
+    assert training.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
 
 
@@ -96,7 +95,7 @@ def test_a_stopped_process_exits_with_its_signal_and_the_same_command_goes_on(
             process.send_signal(number)
             _, errors = process.communicate()
         assert process.returncode == status, errors
-        assert "Traceback" not in errors and "the same command goes on" in errors
+        assert re.search(r"stopped at step \d+; the same command goes on\n$", errors)
         done = max(json.loads(line)["step"] for line in log_lines(tmp_path))
         assert steps_of(tmp_path)[-1] == done < tiny.train.steps
     assert training.run(tiny, tmp_path) == 0
@@ -115,7 +114,7 @@ def test_a_finished_run_run_again_does_nothing_and_says_so(tiny, finished, capsy
 
     before = content()
     assert training.run(tiny, finished) == 0
-    assert "is finished, at step 40; nothing to do" in capsys.readouterr().err
+    assert "is finished, at step 200; nothing to do" in capsys.readouterr().err
     assert content() == before
 
 
@@ -195,6 +194,30 @@ def test_the_validation_loss_is_minus_the_mean_score_of_a_token(finished, corpus
     expected = -sum(translator.score(list(zip(*sides, strict=True)))) / tokens
     last = json.loads(log_lines(finished)[-1])
     assert last["validation_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "count", "traced"),
+    [
+        (0, 99, 3, [10, 11, 12]),
+        (50, 99, 2, [60, 61]),  # a resumed run compiles too
+        (0, 12, 4, [8, 9, 10, 11]),
+        (7, 9, 5, [7, 8]),
+        (0, 99, 0, []),
+    ],
+)
+def test_a_trace_begins_after_ten_steps_where_there_are_so_many(
+    tmp_path, monkeypatch, start, end, count, traced
+):
+    running = []
+    monkeypatch.setattr(jax.profiler, "start_trace", running.append)
+    monkeypatch.setattr(jax.profiler, "stop_trace", running.clear)
+    profiler, found = Profiler(tmp_path, start, end, count), []
+    for step in range(start, end):
+        profiler.before(step, None)
+        found += [step] * len(running)
+    profiler.stop()
+    assert (found, running) == (traced, [])
 
 
 SIGNALLED = """

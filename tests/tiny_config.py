@@ -44,6 +44,7 @@ def get_config(folder: str) -> Config:
             dir=folder,
             train=("train.en", "train.de"),
             validation=("validation.en", "validation.de"),
+            test=("validation.en", "validation.de"),
             source_language="en",
             target_language="de",
             vocab_size=290,
@@ -53,7 +54,7 @@ def get_config(folder: str) -> Config:
             row_multiple=16,
         ),
         optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=40, accumulation=2),
-        train=TrainConfig(steps=40, evaluate_every=20, checkpoint_every=10, keep_last=3),
+        train=TrainConfig(steps=200, evaluate_every=100, checkpoint_every=50, keep_last=3),
         decode=DecodeConfig(beam_size=2, max_length_offset=5),
     )
 
