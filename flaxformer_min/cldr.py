@@ -341,7 +341,7 @@ CATEGORIES = {
     "time": Category(("medium", "short", "EHm", "EBhm", "Bhm"), _draw_time, _render_time),
     "date and time": Category(_LENGTHS, _draw_time, _render_date_time),
     "interval": Category(
-        ("yMMMd", "MMMEd", "MMMd", "yMMMM", "yMMM", "Hm"),
+        ("yMMMd", "MMMd", "yMMMM", "yMMM", "Hm"),
         _draw_interval,
         _render_interval,
     ),
