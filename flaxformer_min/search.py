@@ -97,14 +97,13 @@ def beam_search(
             length_penalty_alpha=length_penalty_alpha,
             never_generated=never_generated,
         )
-    alpha = length_penalty_alpha
 
     def step(state: _State) -> _State:
         log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
         candidates, parents = _extend(state.alive, _forbid(log_probs, never_generated), state.index)
         ended = candidates.tokens[:, :, state.index + 1] == eos_id
         pool = _join(state.finished, _only(candidates, ended))
-        finished, _ = _best(pool, _scores(pool, alpha), beam_size)
+        finished, _ = _best(pool, _scores(pool, length_penalty_alpha), beam_size)
         going = _only(candidates, ~ended)
         alive, kept = _best(going, going.log_probs, beam_size)
         alive = _select(state.done, state.alive, alive)
@@ -113,13 +112,13 @@ def beam_search(
             state.index + 1,
             alive,
             finished,
-            _settled(alive, finished, max_lengths, alpha, n_best),
+            _settled(alive, finished, max_lengths, length_penalty_alpha, n_best),
             _take(cache, jnp.take_along_axis(parents, kept, axis=1)),
         )
 
     start = _start(max_lengths.shape[0], beam_size, length, bos_id, pad_id)
     alive, finished = _run(step, start, cache, max_lengths)
-    return _ranked(finished, alive, alpha, pad_id, n_best)
+    return _ranked(finished, alive, length_penalty_alpha, pad_id, n_best)
 
 
 def greedy_search(
