@@ -33,7 +33,7 @@ def get_config() -> Config:
         data=DataConfig(
             source="phrases",
             train=("train[:60000]",),
-            validation=("validation[:500]",),
+            validation=("validation[:300]",),
             test=("test[:1000]",),
             source_language="en",
             target_language="de",
@@ -45,7 +45,7 @@ def get_config() -> Config:
         optimizer=OptimizerConfig(peak_learning_rate=2e-3, warmup_steps=300),
         train=TrainConfig(
             steps=1_300,
-            evaluate_every=650,
+            evaluate_every=1_300,
             checkpoint_every=50,
             keep_last=5,
         ),
