@@ -84,7 +84,9 @@ class TrainConfig:
     evaluate_every: int = 5_000  # steps
     checkpoint_every: int = 1_000  # steps
     keep_last: int = 5  # checkpoints
-    keep_best: int = 1  # by validation BLEU
+    keep_best: int = 1  # checkpoints, by best_metric
+    best_metric: Literal["bleu", "loss"] = "bleu"  # of an evaluation; ranks checkpoints too
+    patience: int | None = None  # evaluations in a row without a better one that end the run
     initialize_from: str | None = None  # a checkpoint whose weights start this run
 
 
@@ -130,6 +132,7 @@ FREE_ON_RESUME = (
     "train.checkpoint_every",
     "train.keep_last",
     "train.keep_best",
+    "train.patience",
     "train.initialize_from",
 )  # and everything under mesh and decode
 
@@ -247,6 +250,8 @@ def _loop_rules(config: Config) -> Rules:
     saved = train.evaluate_every % max(every, 1) == 0
     yield "train.evaluate_every", saved, f"a multiple of train.checkpoint_every ({every})"
     yield "train.keep_best", train.keep_best >= 0, "at least 0"
+    patient = train.patience is None or train.patience >= 1
+    yield "train.patience", patient, "at least 1, or None to train all steps"
     yield "train.label_smoothing", 0 <= train.label_smoothing < 1, "at least 0 and below 1"
     yield "train.seed", 0 <= train.seed < 2**32, "from 0 to 4294967295"
     yield "decode.beam_size", decode.beam_size >= 1, "at least 1"

@@ -94,6 +94,30 @@ class Translator:
         takes is translated from its first tokens, with a warning; `first_line` is the number of
         lines[0] there.
         """
+        translations = [Translation("", 0.0, (), True)] * len(lines)
+        decoded = self.decode(
+            lines,
+            beam_size=beam_size,
+            length_penalty_alpha=length_penalty_alpha,
+            first_line=first_line,
+        )
+        for batch in decoded:
+            for place, translation in batch:
+                translations[place] = translation
+        return translations
+
+    def decode(
+        self,
+        lines: Sequence[str],
+        *,
+        beam_size: int | None = None,
+        length_penalty_alpha: float | None = None,
+        first_line: int = 1,
+    ) -> Iterator[list[tuple[int, Translation]]]:
+        """The (place, Translation) of every line that is not blank, batch by batch.
+
+        Between two batches the caller may stop. Otherwise as `translate`.
+        """
         decode = self.config.decode
         beam_size = decode.beam_size if beam_size is None else beam_size
         alpha = (
@@ -101,7 +125,6 @@ class Translator:
         )
         places = [place for place, line in enumerate(lines) if not is_blank(line)]
         sources = self._encode([lines[place] for place in places], places, first_line)
-        translations = [Translation("", 0.0, (), True)] * len(lines)
         for rows, width, members in self._batches([len(source) for source in sources]):
             batch = [sources[member] for member in members]
             found = self._search(
@@ -112,9 +135,8 @@ class Translator:
                 length=self._max_length(width),
                 beam_size=beam_size,
             )
-            for member, translation in zip(members, self._translations(found), strict=False):
-                translations[places[member]] = translation
-        return translations
+            found_places = [places[member] for member in members]
+            yield list(zip(found_places, self._translations(found), strict=False))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """The log-probability of each pair's target given its source, EOS included, in order.

@@ -50,6 +50,8 @@ OTHER_VALUES = {
     "optimizer.clip_norm": 1.0,
     "optimizer.accumulation": 2,
     "train.evaluate_every": 3_000,
+    "train.best_metric": "loss",
+    "train.patience": 3,
     "train.checkpoint_every": 500,
     "train.initialize_from": "runs/first",
     "decode.bleu_tokenize": "none",
@@ -220,7 +222,7 @@ def test_phrases_take_one_slice() -> None:
 FREE = {
     *("data.dir", "data.train", "data.validation", "data.test", "data.tokenizer"),
     *("train.steps", "train.evaluate_every", "train.checkpoint_every"),
-    *("train.keep_last", "train.keep_best", "train.initialize_from"),
+    *("train.keep_last", "train.keep_best", "train.patience", "train.initialize_from"),
     *(key for key in FIELD_TYPES if key.startswith(("mesh.", "decode."))),
 }
 
