@@ -121,7 +121,8 @@ def _write(
 ) -> None:
     """Writes a split under another name and gives it its own when complete; all or nothing."""
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    for killed in folder.parent.glob("*.partial"):  # nobody else writes: we have the lock
+        shutil.rmtree(killed)
     try:
         partial.mkdir()
         with open(partial / "ids", "wb") as ids, open(partial / "lengths", "wb") as lengths:
