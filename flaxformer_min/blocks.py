@@ -114,6 +114,12 @@ class MultiHeadAttention(nnx.Module):
         context, _ = attend(query, *read, mask, dropout_rate=self.rate, dropout_key=key)
         return self.merge(context)
 
+    def weights(
+        self, x: Float[Array, "B T D"], read: KeysValues, mask: Bool[Array, "#B 1 #T S"]
+    ) -> Float[Array, "B H T S"]:
+        """How much each position of x [B, T, D] reads from each key of `read`: [B, H, T, S]."""
+        return attend(self.heads(x, self.query[...]), *read, mask)[1]
+
     def heads(self, x: Float[Array, "B T D"], kernel: Float[Array, "D HK"]) -> Float[Array, "..."]:
         """Projects x and splits it into heads: [B, T, D] -> [B, H, T, K]."""
         batch, length, _ = x.shape

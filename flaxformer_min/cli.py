@@ -6,19 +6,23 @@ Each verb imports what it needs when it runs, so that --help answers at once.
 """
 
 import argparse
-import itertools
+import contextlib
+import dataclasses
+import functools
+import io
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flaxformer_min.errors import UserError
 from flaxformer_min.manifest import CheckpointError
 
-LINES_AT_ONCE = 4096  # that translate reads before it writes
+if TYPE_CHECKING:
+    from flaxformer_min.options import Options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,23 +65,27 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def translate(options: argparse.Namespace, _: list[str]) -> None:
     """Reads standard input, writes one line for each of its lines, in order."""
-    from flaxformer_min.parallel import decode_lines
+    from flaxformer_min.attention_file import attention_file
+    from flaxformer_min.streams import translate_stream
     from flaxformer_min.translate import Translator
 
-    translator = Translator.load(options.dir, options.step)
-    lines = decode_lines(sys.stdin.buffer, "standard input")
-    first = 1
-    while block := list(itertools.islice(lines, LINES_AT_ONCE)):
-        translations = translator.translate(
-            block,
-            beam_size=options.beam_size,
-            length_penalty_alpha=options.length_penalty_alpha,
-            first_line=first,
+    if options.average_heads and options.attention is None:
+        raise UserError("--average-heads belongs to --attention FILE: give both or neither")
+    file = contextlib.nullcontext()
+    if options.attention is not None:
+        file = attention_file(options.attention, average_heads=options.average_heads)
+    with file as write:
+        translate_stream(
+            Translator.load(*options.dir, step=options.step),
+            cast(io.BufferedIOBase, sys.stdin.buffer),
+            sys.stdout.buffer,
+            dataclasses.replace(_search_options(options), attention=write is not None),
+            errors=options.errors,
+            one_by_one=options.interactive,
+            prefix=options.prefix,
+            as_json="n_best" in options,
+            write_attention=write,
         )
-        for translation in translations:
-            sys.stdout.buffer.write(translation.text.encode() + b"\n")
-        sys.stdout.buffer.flush()
-        first += len(block)
 
 
 def score(options: argparse.Namespace, _: list[str]) -> None:
@@ -85,19 +93,31 @@ def score(options: argparse.Namespace, _: list[str]) -> None:
     from flaxformer_min.translate import Translator
 
     pairs = list(_pairs(options.source, options.target))
-    for log_probability in Translator.load(options.dir, options.step).score(pairs):
-        print(log_probability)
+    translator = Translator.load(*options.dir, step=options.step)
+    if not options.per_token:
+        for log_probability in translator.score(pairs):
+            print(log_probability)
+        return
+    for scored in translator.score_tokens(pairs):
+        pieces = translator.tokenizer.pieces(scored.tokens)
+        row = {"tokens": pieces, "log_probs": scored.log_probs}
+        print(json.dumps({"score": math.fsum(scored.log_probs), **row}))
 
 
 def evaluate(options: argparse.Namespace, _: list[str]) -> None:
     """Translates SOURCE, or the config's test split, and writes its BLEU record as JSON."""
-    from flaxformer_min.evaluate import evaluate_files
+    from flaxformer_min.evaluate import evaluate as evaluate_pairs
+    from flaxformer_min.parallel import read_pairs
+    from flaxformer_min.translate import Translator
 
     if (options.source is None) != (options.reference is None):
         raise UserError("--source and --reference belong together: give both or neither")
     pairs = list(_pairs(options.source, options.reference)) if options.source else None
-    record = evaluate_files(options.dir, options.step, pairs)
-    print(json.dumps(record, indent=2))
+    translator = Translator.load(*options.dir, step=options.step)
+    if pairs is None:
+        data = translator.config.data
+        pairs = list(read_pairs(data, data.test))
+    print(json.dumps(evaluate_pairs(translator, pairs, _search_options(options)), indent=2))
 
 
 def average(options: argparse.Namespace, _: list[str]) -> None:
@@ -132,7 +152,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
     def model_verb(function: Callable[..., int | None]) -> _Parser:
         sub = verb(function)
-        sub.add_argument("dir", metavar="DIR", help="a workdir, or one checkpoint")
+        several = "a workdir, or one checkpoint; several are an ensemble"
+        sub.add_argument("dir", nargs="+", metavar="DIR", help=several)
         sub.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
         return sub
 
@@ -143,12 +164,14 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
     sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
     sub = model_verb(translate)
-    sub.add_argument("--beam-size", type=_count, help="1 is greedy; the config's by default")
-    sub.add_argument("--length-penalty-alpha", type=_number, help="the config's by default")
+    _add_search_flags(sub)
+    _add_translate_flags(sub)
     sub = model_verb(score)
     sub.add_argument("--source", required=True)
     sub.add_argument("--target", required=True)
+    sub.add_argument("--per-token", action="store_true", help="JSON, with every token's")
     sub = model_verb(evaluate)
+    _add_search_flags(sub)
     sub.add_argument("--source", help="lines to translate; the config's test split by default")
     sub.add_argument("--reference", help="their translations")
     sub = verb(average)
@@ -156,6 +179,45 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--last", type=_count, default=5, help="how many checkpoints")
     sub.add_argument("--output", required=True, help="the folder to write")
     return parser
+
+
+def _add_search_flags(parser: _Parser) -> None:
+    """Flags named as fields of Options; those not given leave no trace, and its defaults hold."""
+    flag = functools.partial(parser.add_argument, default=argparse.SUPPRESS)
+    flag("--beam-size", type=_count, help="1 is greedy; the config's by default")
+    flag("--length-penalty-alpha", type=_number, help="the config's by default")
+
+
+def _add_translate_flags(parser: _Parser) -> None:
+    flag = functools.partial(parser.add_argument, default=argparse.SUPPRESS)
+    flag("--n-best", type=_count, metavar="N", help="JSON: for each line its N best hypotheses")
+    flag("--min-length", type=_count, help="tokens of a translation, EOS counted")
+    flag("--max-length-offset", type=int, help="tokens more than the source's; the config's")
+    flag("--no-repeat-ngram-size", type=_count, metavar="N", help="no N tokens in a row twice")
+    flag(
+        "--forbid-unknown",
+        action=argparse.BooleanOptionalAction,
+        help="the default: the unknown piece is never generated",
+    )
+    flag("--sample", action="store_true", help="draw translations instead of searching")
+    flag("--temperature", type=_number, help="of --sample: below 1 is sharper")
+    flag("--top-k", type=_count, help="of --sample: only the K likeliest tokens")
+    flag("--top-p", type=_number, help="of --sample: only the likeliest of this probability")
+    flag("--seed", type=int, help="of --sample")
+    flag = parser.add_argument
+    flag("--prefix", metavar="FILE", help="how each translation begins, a line for each line")
+    flag("--attention", metavar="FILE", help="attention weights of every line: .npz or .jsonl")
+    flag("--average-heads", action="store_true", help="of --attention: the mean, labelled so")
+    flag("--errors", choices=("strict", "replace"), default="strict", help="of invalid UTF-8")
+    flag("--interactive", action="store_true", help="answer line by line")
+
+
+def _search_options(options: argparse.Namespace) -> "Options":
+    """The flags of `_add_search_flags` and `_add_translate_flags` that were given."""
+    from flaxformer_min.options import Options
+
+    names = {field.name for field in dataclasses.fields(Options)} - {"attention"}
+    return Options(**{name: value for name, value in vars(options).items() if name in names})
 
 
 class _TrainHelp(argparse.Action):

@@ -1,26 +1,26 @@
 """BLEU (section 6.1), as sacreBLEU computes it, with everything needed to compute it again."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import sacrebleu
 
 from flaxformer_min.config import DecodeConfig
 from flaxformer_min.errors import UserError
-from flaxformer_min.parallel import read_pairs
-from flaxformer_min.translate import Translator
+from flaxformer_min.options import Options
+from flaxformer_min.translate import DEFAULT, Translator
 
 
 def bleu_record(
     translations: Sequence[str],
     references: Sequence[str],
     decode: DecodeConfig,
-    step: int | None,
+    step: int | Sequence[int] | None,
 ) -> dict[str, Any]:
     """Corpus BLEU of the translations of checkpoint `step` against raw reference lines, as JSON.
 
-    Nothing is lower-cased, and the text is tokenised by `decode.bleu_tokenize` alone.
+    Nothing is lower-cased, and the text is tokenised by `decode.bleu_tokenize` alone. An ensemble
+    has several steps.
     """
     assert len(translations) == len(references) > 0
     tokenised = decode.bleu_tokenize == "none"  # and sacreBLEU need not warn of it
@@ -39,22 +39,16 @@ def bleu_record(
     }
 
 
-def evaluate_files(
-    directory: str | Path,
-    step: int | Literal["best"] | None,
-    pairs: Sequence[tuple[str, str]] | None = None,
+def evaluate(
+    translator: Translator, pairs: Sequence[tuple[str, str]], options: Options = DEFAULT
 ) -> dict[str, Any]:
-    """Translates the sources of (source, reference) pairs with a checkpoint: its BLEU record.
+    """Translates the sources of (source, reference) pairs: the BLEU record of that.
 
-    No pairs means the test split of the checkpoint's config.
-    Raises UserError where there is nothing to evaluate, and as `Translator.load`.
+    Raises UserError where there is no pair, and as `Translator.translate`.
     """
-    translator = Translator.load(directory, step)
-    if pairs is None:
-        data = translator.config.data
-        pairs = list(read_pairs(data, data.test))
     if not pairs:
         raise UserError("no lines to evaluate: give --source and --reference, with lines in them")
-    sources, references = map(list, zip(*pairs, strict=True))
-    texts = [translation.text for translation in translator.translate(sources)]
-    return bleu_record(texts, references, translator.config.decode, translator.step)
+    sources, references = zip(*pairs, strict=True)
+    texts = [translation.text for translation in translator.translate(sources, options)]
+    decode = options.over(translator.config.decode)
+    return bleu_record(texts, references, decode, translator.step)

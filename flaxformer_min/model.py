@@ -56,9 +56,7 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B S D"]:
         """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
         keys = split(key, len(self.encoder) + 1)
-        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
-        positions = self._positions("source", source.shape[1])
-        x = dropout(self._embed(table, source, positions[None]), self.config.dropout, keys[0])
+        x = dropout(self.embed_source(source), self.config.dropout, keys[0])
         for layer, layer_key in zip(self.encoder, keys[1:], strict=True):
             x = layer(x, source_mask, layer_key)
         return x
@@ -74,9 +72,7 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
         keys = split(key, len(self.decoder) + 1)
-        positions = self._positions("target", target_in.shape[1])
-        x = self._embed(self.embedding, target_in, positions[None])
-        x = dropout(x, self.config.dropout, keys[0])
+        x = dropout(self.embed_target(target_in), self.config.dropout, keys[0])
         memories = self.memory_keys_values(memory)
         for layer, read, layer_key in zip(self.decoder, memories, keys[1:], strict=True):
             x = layer(x, read, target_mask, source_mask, layer_key)
@@ -139,6 +135,16 @@ class Transformer(nnx.Module):
             x, past = layer.step(x, read, source_mask, past, index)
             new_cache.append(past)
         return self.project(x), new_cache
+
+    def embed_source(self, source: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """What the first encoder layer reads of source ids [B, S], before dropout."""
+        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
+        return self._embed(table, source, self._positions("source", source.shape[1])[None])
+
+    def embed_target(self, target_in: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first decoder layer reads of target ids shifted right [B, T], before dropout."""
+        positions = self._positions("target", target_in.shape[1])
+        return self._embed(self.embedding, target_in, positions[None])
 
     def _positions(self, side: str, length: int) -> Float[Array, "length D"]:
         if self.config.positions == "sinusoidal":

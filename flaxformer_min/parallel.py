@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
@@ -42,15 +42,22 @@ def read_lines(path: str | Path) -> Iterator[str]:
         yield from decode_lines(file, str(path))
 
 
-def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
+def decode_lines(
+    file: Iterable[bytes],
+    name: str,
+    *,
+    first_line: int = 1,
+    errors: Literal["strict", "replace"] = "strict",
+) -> Iterator[str]:
     r"""The lines of a binary file (or of standard input's buffer) called `name` in messages.
 
     A line ends at "\n" alone. One "\r" before it and a byte order mark at the very start of the
-    text are dropped; U+2028, U+0085, VT and FF are ordinary characters.
+    text are dropped; U+2028, U+0085, VT and FF are ordinary characters. Bytes that are no UTF-8
+    become U+FFFD if errors are to be replaced.
     """
-    for number, raw in enumerate(file, start=1):
+    for number, raw in enumerate(file, start=first_line):
         try:
-            line = raw.decode()
+            line = raw.decode(errors=errors)
         except UnicodeDecodeError as error:
             raise UserError(f"{name}, line {number}: not UTF-8 ({error.reason})") from None
         if number == 1:

@@ -15,11 +15,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 StepFn = Callable[[Int[Array, "B M"], PyTree, Int[Array, ""]], tuple[Float[Array, "B M V"], PyTree]]
+# (tokens [B, M, T+1], BOS first; how many others there are) -> which may come next (constraints.py)
+Allowed = Callable[[Int[Array, "B M L"], Int[Array, ""]], Bool[Array, "#B #M #V"]]
+# (log-probabilities, how many tokens were emitted) -> the next token of each sentence
+Choose = Callable[[Float[Array, "B V"], Int[Array, ""]], Int[Array, "B 1"]]
 
 
 class Hypotheses(NamedTuple):
@@ -59,6 +62,16 @@ def length_penalty(
     return ((5.0 + lengths) / 6.0) ** alpha
 
 
+def anything(tokens: Int[Array, "B M L"], index: Int[Array, ""]) -> Bool[Array, "1 1 1"]:
+    """Every token is allowed."""
+    return jnp.ones((1, 1, 1), bool)
+
+
+def likeliest(log_probs: Float[Array, "B V"], index: Int[Array, ""]) -> Int[Array, "B 1"]:
+    """The likeliest token. lax.top_k is several times faster than argmax on a CPU."""
+    return lax.top_k(log_probs, 1)[1]
+
+
 def beam_search(
     step_fn: StepFn,
     cache: PyTree,
@@ -70,7 +83,7 @@ def beam_search(
     length: int,
     beam_size: int,
     length_penalty_alpha: float | Float[Array, ""],
-    never_generated: tuple[int, ...] = (),
+    allowed: Allowed = anything,
     n_best: int = 1,
 ) -> Hypotheses:
     """The n_best translations of each sentence that a beam of beam_size finds.
@@ -79,7 +92,7 @@ def beam_search(
     best M others live on (tensor2tensor's rules). A sentence stops when nothing alive can enter its
     n_best any more, or at max_lengths[b] <= length tokens; from then on its hypotheses are frozen,
     so neighbours do not matter. What is still alive then is scored at its length and ranked last.
-    never_generated ids lose their probability without renormalisation: scores stay the model's.
+    What is not allowed loses its probability without renormalisation: scores stay the model's.
 
     Shapes: cache leaves [B, M, ...]; the result has N = n_best <= beam_size and T = length.
     beam_size 1 is greedy search by definition.
@@ -95,12 +108,13 @@ def beam_search(
             max_lengths=max_lengths,
             length=length,
             length_penalty_alpha=length_penalty_alpha,
-            never_generated=never_generated,
+            allowed=allowed,
         )
 
     def step(state: _State) -> _State:
         log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
-        candidates, parents = _extend(state.alive, _forbid(log_probs, never_generated), state.index)
+        log_probs = _only_allowed(log_probs, allowed(state.alive.tokens, state.index))
+        candidates, parents = _extend(state.alive, log_probs, state.index)
         ended = candidates.tokens[:, :, state.index + 1] == eos_id
         pool = _join(state.finished, _only(candidates, ended))
         finished, _ = _best(pool, _scores(pool, length_penalty_alpha), beam_size)
@@ -131,20 +145,21 @@ def greedy_search(
     max_lengths: Int[Array, " B"],
     length: int,
     length_penalty_alpha: float | Float[Array, ""],
-    never_generated: tuple[int, ...] = (),
+    allowed: Allowed = anything,
+    choose: Choose = likeliest,
 ) -> Hypotheses:
-    """The likeliest token at every step until EOS or max_lengths[b] tokens; N = M = 1.
+    """The token that `choose` takes at every step until EOS or max_lengths[b] tokens; N = M = 1.
 
     Cache leaves are [B, 1, ...]. Arguments and result are those of beam_search.
     """
 
     def step(state: _State) -> _State:
         log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
-        # The same as max and argmax, and several times faster on a CPU.
-        best, token = lax.top_k(_forbid(log_probs, never_generated)[:, 0], 1)
+        log_probs = _only_allowed(log_probs, allowed(state.alive.tokens, state.index))[:, 0]
+        token = choose(log_probs, state.index)
         longer = _Beam(
             state.alive.tokens.at[:, :, state.index + 1].set(token),
-            state.alive.log_probs + best,
+            state.alive.log_probs + jnp.take_along_axis(log_probs, token, axis=1),
             state.alive.lengths + 1,
         )
         ended = (token[:, 0] == eos_id) & ~state.done
@@ -176,12 +191,11 @@ def _run(
     return state.alive, state.finished
 
 
-def _forbid(
-    log_probs: Float[Array, "B M V"], never_generated: tuple[int, ...]
+def _only_allowed(
+    log_probs: Float[Array, "B M V"], allowed: Bool[Array, "#B #M #V"]
 ) -> Float[Array, "B M V"]:
-    """-inf for the ids never generated; the others keep their values."""
-    forbidden = np.isin(np.arange(log_probs.shape[-1]), never_generated)
-    return jnp.where(forbidden[None, None, :], -jnp.inf, log_probs.astype(jnp.result_type(float)))
+    """-inf for what is not allowed; the others keep their values."""
+    return jnp.where(allowed, log_probs.astype(jnp.result_type(float)), -jnp.inf)
 
 
 def _extend(

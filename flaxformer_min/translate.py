@@ -1,40 +1,38 @@
 """From a checkpoint to translations: lines in, the same number of lines out, in order.
 
-Lines are sorted by length and decoded in batches of few static shapes. The shape depends on a
-line's own length alone, and rows do not mix, so neighbours cannot change a bit of a translation.
+Lines are sorted by length and decoded in batches of few static shapes (shapes.py). A line's shape
+depends on its own length alone, and rows do not mix, so neighbours cannot change a bit of a
+translation.
 """
 
-import bisect
 import dataclasses
 import functools
-import itertools
 import logging
+import math
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+from flaxformer_min.attention_weights import AttentionWeights
 from flaxformer_min.checkpoint import load_for_inference
-from flaxformer_min.config import Config
+from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.corpus import is_blank
-from flaxformer_min.masks import padding_mask
-from flaxformer_min.search import Hypotheses, beam_search
+from flaxformer_min.decoding import Rows, on_devices, score_batch, search_batch, weigh_batch
+from flaxformer_min.errors import UserError
+from flaxformer_min.options import Options
+from flaxformer_min.search import Hypotheses
+from flaxformer_min.shapes import padded, plan_batches
 from flaxformer_min.state import Params, split_model
-from flaxformer_min.step import forced_states
 from flaxformer_min.tokenizer import Tokenizer
-
-# Source positions decoded at once, padding counted. On a CPU a sentence costs the same with 8 rows
-# and with 85, so few rows: a batch waits for its longest translation and pays for filler rows.
-BATCH_TOKENS = 512
-SHORTEST_SHAPE = 16  # shorter shapes would save little and have to be compiled
 
 _log = logging.getLogger(__name__)
 
@@ -43,65 +41,120 @@ _log = logging.getLogger(__name__)
 class Translation:
     """What a line became.
 
-    score is the log-probability over the length penalty; tokens end in EOS unless the length limit
-    came first (then finished is False). A blank line has no tokens and score 0.
+    score is log_prob over the length penalty; tokens end in EOS unless the length limit came first
+    (then finished is False). A blank line has no tokens and score 0. `others` are the next best,
+    n_best - 1 of them or as many as there are. Of `attention`, if asked for, each leaf is
+    [L, H, queries, keys], without padding.
     """
 
     text: str
     score: float
+    log_prob: float
     tokens: tuple[int, ...]
     finished: bool
+    others: tuple["Translation", ...] = ()
+    attention: AttentionWeights | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+DEFAULT = Options()
+EMPTY = Translation("", 0.0, 0.0, (), True)
+
+
+class TokenScores(NamedTuple):
+    """The log-probability of each token of a target, EOS included, in nats."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
 
 
 class Translator:
-    """A model with its tokenizer. Functions are compiled once for each shape and beam size.
+    """One model, or several as an ensemble, with their tokenizer; safe to use from many threads.
 
-    `params` may be replaced by others of the same shapes at any time, without recompiling.
+    Functions are compiled once for each shape and kind of search, and their batches are shared by
+    the devices. `others` are further models by config and parameters; probabilities are the mean.
+    `params` (of the first model) may be replaced by others of the same shapes at any time, without
+    recompiling.
     """
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, params: Params, step: int | None = None
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        params: Params,
+        step: int | Sequence[int] | None = None,
+        *,
+        others: Sequence[tuple[ModelConfig, Params]] = (),
+        devices: Sequence[jax.Device] | None = None,
     ) -> None:
+        """`devices` are all of this process by default."""
         self.config, self.tokenizer, self.step = config, tokenizer, step
-        self.params = jax.device_put(params)
-        graphdef, _ = split_model(config.model, tokenizer.vocab_size)
-        self._search = jax.jit(
-            functools.partial(search_batch, graphdef, tokenizer),
-            static_argnames=("length", "beam_size"),
+        mesh = jax.make_mesh(
+            (len(devices or jax.local_devices()),),
+            ("rows",),
+            axis_types=(jax.sharding.AxisType.Auto,),
+            devices=devices or jax.local_devices(),
         )
-        self._score = jax.jit(functools.partial(score_batch, graphdef, tokenizer))
+        self._devices = mesh.size
+        self._everywhere = NamedSharding(mesh, P())
+        models = [config.model, *(model for model, _ in others)]
+        self._longest = min(model.max_length for model in models)
+        self._others = tuple(jax.device_put(other, self._everywhere) for _, other in others)
+        self.params = params
+        graphdefs = tuple(split_model(model, tokenizer.vocab_size)[0] for model in models)
+        search = functools.partial(search_batch, graphdefs, tokenizer, self._longest)
+        self._search = on_devices(search, mesh)
+        self._score = on_devices(functools.partial(score_batch, graphdefs, tokenizer), mesh)
+        self._weigh = on_devices(functools.partial(weigh_batch, graphdefs[0], tokenizer), mesh)
 
     @classmethod
-    def load(cls, directory: str | Path, step: int | Literal["best"] | None = None) -> "Translator":
+    def load(
+        cls, directory: str | Path, *others: str | Path, step: int | Literal["best"] | None = None
+    ) -> "Translator":
         """From a workdir's newest good checkpoint (or `step`), or from one checkpoint directory.
 
-        Raises UserError and CheckpointError as `checkpoint.load_for_inference`.
+        Further directories make an ensemble. Raises UserError where their tokenizers differ, and
+        UserError and CheckpointError as `checkpoint.load_for_inference`.
         """
-        loaded = load_for_inference(directory, step)
-        return cls(loaded.config, loaded.tokenizer, loaded.params, loaded.step)
+        first, *rest = (load_for_inference(path, step) for path in (directory, *others))
+        for path, loaded in zip(others, rest, strict=True):
+            if loaded.tokenizer.sha256 != first.tokenizer.sha256:
+                raise UserError(
+                    f"{path}: its tokenizer is not that of {directory}; an ensemble shares one"
+                )
+        return cls(
+            first.config,
+            first.tokenizer,
+            first.params,
+            [first.step, *(loaded.step for loaded in rest)] if rest else first.step,
+            others=[(loaded.config.model, loaded.params) for loaded in rest],
+        )
+
+    @property
+    def params(self) -> Params:
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params = jax.device_put(params, self._everywhere)
 
     def translate(
         self,
         lines: Sequence[str],
+        options: Options = DEFAULT,
         *,
-        beam_size: int | None = None,
-        length_penalty_alpha: float | None = None,
+        prefixes: Sequence[str] | None = None,
         first_line: int = 1,
     ) -> list[Translation]:
-        """One Translation for each line, in order; None means the config's value.
+        """One Translation for each line, in order.
 
         A blank line gives an empty one without calling the model. A line longer than the model
         takes is translated from its first tokens, with a warning; `first_line` is the number of
-        lines[0] there.
+        lines[0] there. The translation of lines[n] begins with prefixes[n], if that is not blank;
+        it counts in the score and towards the length.
+        Raises UserError for options that contradict each other.
         """
-        translations = [Translation("", 0.0, (), True)] * len(lines)
-        decoded = self.decode(
-            lines,
-            beam_size=beam_size,
-            length_penalty_alpha=length_penalty_alpha,
-            first_line=first_line,
-        )
-        for batch in decoded:
+        translations = [EMPTY] * len(lines)
+        for batch in self.decode(lines, options, prefixes=prefixes, first_line=first_line):
             for place, translation in batch:
                 translations[place] = translation
         return translations
@@ -109,70 +162,69 @@ class Translator:
     def decode(
         self,
         lines: Sequence[str],
+        options: Options = DEFAULT,
         *,
-        beam_size: int | None = None,
-        length_penalty_alpha: float | None = None,
+        prefixes: Sequence[str] | None = None,
         first_line: int = 1,
     ) -> Iterator[list[tuple[int, Translation]]]:
         """The (place, Translation) of every line that is not blank, batch by batch.
 
         Between two batches the caller may stop. Otherwise as `translate`.
         """
-        decode = self.config.decode
-        beam_size = decode.beam_size if beam_size is None else beam_size
-        alpha = (
-            decode.length_penalty_alpha if length_penalty_alpha is None else length_penalty_alpha
-        )
+        settled = options.settled(self.config.decode)
+        if options.attention and self._others:
+            raise UserError("attention is that of one model, and this is an ensemble")
         places = [place for place, line in enumerate(lines) if not is_blank(line)]
         sources = self._encode([lines[place] for place in places], places, first_line)
-        for rows, width, members in self._batches([len(source) for source in sources]):
+        begun = [[] for _ in places]
+        if prefixes is not None:
+            texts = ["" if is_blank(prefixes[place]) else prefixes[place] for place in places]
+            begun = [ids[:-1] for ids in self._encode(texts, places, first_line)]
+        lengths = [max(len(s), len(b) + 1) for s, b in zip(sources, begun, strict=True)]
+        for rows, width, members in self._batches(lengths):
             batch = [sources[member] for member in members]
-            found = self._search(
-                self.params,
-                self._padded(batch, rows, width),
-                self._max_lengths(batch, rows),
-                np.float32(alpha),
-                length=self._max_length(width),
-                beam_size=beam_size,
-            )
+            forced = None if prefixes is None else [begun[member] for member in members]
+            filled = self._rows(batch, forced, rows, width)
+            found = self._search((self._params, *self._others), filled, settled)
+            weights = self._weights(filled, found) if options.attention else None
             found_places = [places[member] for member in members]
-            yield list(zip(found_places, self._translations(found), strict=False))
+            yield list(zip(found_places, self._translations(batch, found, weights), strict=True))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """The log-probability of each pair's target given its source, EOS included, in order.
 
         A side longer than the model takes counts by its first tokens, with a warning.
         """
-        places = range(len(pairs))
-        sources = self._encode([source for source, _ in pairs], places, first_line)
-        targets = self._encode([target for _, target in pairs], places, first_line)
+        return [math.fsum(scored.log_probs) for scored in self.score_tokens(pairs, first_line)]
+
+    def score_tokens(
+        self, pairs: Sequence[tuple[str, str]], first_line: int = 1
+    ) -> list[TokenScores]:
+        """As `score`, token by token."""
+        sources, targets = (
+            self._encode([pair[side] for pair in pairs], range(len(pairs)), first_line)
+            for side in (0, 1)
+        )
         lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
-        scores = [0.0] * len(pairs)
+        scored = [TokenScores((), ())] * len(pairs)
         for rows, width, members in self._batches(lengths):
-            batch = (
-                self._padded([side[member] for member in members], rows, width)
+            batch = tuple(
+                padded([side[member] for member in members], rows, width, self.tokenizer.pad_id)
                 for side in (sources, targets)
             )
-            found = np.asarray(self._score(self.params, *batch))
-            for member, score in zip(members, found, strict=False):
-                scores[member] = float(score)
-        return scores
+            found = np.asarray(self._score((self._params, *self._others), batch))
+            for member, log_probs in zip(members, found.tolist(), strict=False):
+                target = targets[member]
+                scored[member] = TokenScores(tuple(target), tuple(log_probs[: len(target)]))
+        return scored
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
         """`plan_batches`, with a progress bar on a terminal."""
         hidden = not sys.stderr.isatty()
         with tqdm(total=len(lengths), unit=" lines", leave=False, disable=hidden) as bar:
-            for batch in plan_batches(lengths, self._longest):
+            for batch in plan_batches(lengths, self._longest, self._devices):
                 yield batch
                 bar.update(len(batch[2]))
-
-    @property
-    def _longest(self) -> int:
-        return self.config.model.max_length
-
-    def _max_length(self, source_length: int) -> int:
-        """Tokens that a translation of so many source tokens may have; both count EOS."""
-        return min(source_length + self.config.decode.max_length_offset, self._longest)
 
     def _encode(
         self, lines: Sequence[str], places: Sequence[int], first_line: int
@@ -190,104 +242,54 @@ class Translator:
                 ids[self._longest - 1 :] = [self.tokenizer.eos_id]
         return encoded
 
-    def _padded(self, batch: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
-        """Token ids [rows, width], padded; rows beyond the batch are all padding."""
-        padded = np.full((rows, width), self.tokenizer.pad_id, np.int32)
-        for row, ids in enumerate(batch):
-            padded[row, : len(ids)] = ids
-        return padded
+    def _rows(
+        self,
+        sources: Sequence[Sequence[int]],
+        prefixes: Sequence[Sequence[int]] | None,
+        rows: int,
+        width: int,
+    ) -> Rows:
+        pad_id, draws = self.tokenizer.pad_id, np.zeros(rows, np.uint32)
+        draws[: len(sources)] = [zlib.crc32(np.array(ids, "<i4").tobytes()) for ids in sources]
+        forced = None if prefixes is None else jnp.asarray(padded(prefixes, rows, width, pad_id))
+        return Rows(jnp.asarray(padded(sources, rows, width, pad_id)), forced, jnp.asarray(draws))
 
-    def _max_lengths(self, batch: Sequence[Sequence[int]], rows: int) -> np.ndarray:
-        """The length limit of each row [rows]; filler rows have 0 and are done at once."""
-        limits = np.zeros(rows, np.int32)
-        limits[: len(batch)] = [self._max_length(len(ids)) for ids in batch]
-        return limits
+    def _weights(self, rows: Rows, found: Hypotheses) -> list[AttentionWeights]:
+        """Those of the best hypotheses, of the second best, and so on."""
+        ranks = range(found.tokens.shape[1])
+        batches = [(rows.source, found.tokens[:, rank]) for rank in ranks]
+        return [jax.device_get(self._weigh(self._params, batch)) for batch in batches]
 
-    def _translations(self, found: Hypotheses) -> Iterator[Translation]:
-        """The best hypothesis of each row."""
-        best = jax.tree.map(lambda leaf: leaf[:, 0], jax.device_get(found))
-        for tokens, score, length, _, finished in zip(*best, strict=True):
+    def _translations(
+        self,
+        sources: Sequence[Sequence[int]],
+        found: Hypotheses,
+        weights: Sequence[AttentionWeights] | None,
+    ) -> Iterator[Translation]:
+        """The hypotheses of each row, the best first with the others in it."""
+        host = jax.device_get(found)
+
+        def hypothesis(row: int, rank: int) -> Translation:
+            tokens, score, length, log_prob, finished = (leaf[row, rank] for leaf in host)
             ids = tuple(tokens[:length].tolist())
-            yield Translation(self.tokenizer.decode(ids), float(score), ids, bool(finished))
+            attention = (
+                None if weights is None else _cut(weights[rank], row, len(sources[row]), len(ids))
+            )
+            text = self.tokenizer.decode(ids)
+            return Translation(
+                text, float(score), float(log_prob), ids, bool(finished), attention=attention
+            )
+
+        for row in range(len(sources)):
+            count = max(1, int(np.sum(host.lengths[row] > 0)))
+            best, *others = (hypothesis(row, rank) for rank in range(count))
+            yield dataclasses.replace(best, others=tuple(others))
 
 
-def search_batch(
-    graphdef: nnx.GraphDef,
-    tokenizer: Tokenizer,
-    params: Params,
-    source: Int[Array, "B S"],
-    max_lengths: Int[Array, " B"],
-    length_penalty_alpha: Float[Array, ""],
-    *,
-    length: int,
-    beam_size: int,
-) -> Hypotheses:
-    """The best hypothesis of each source row, N = 1, of at most max_lengths[b] <= length tokens.
-
-    The encoder and the decoder's keys and values of its memory are computed once per sentence.
-    """
-    model = nnx.merge(graphdef, params)
-    source_mask = padding_mask(source, tokenizer.pad_id)
-    memories = model.memory_keys_values(model.encode(source, source_mask))
-
-    def step_fn(tokens, cache, index):
-        logits, cache = model.decode_step(tokens, index, cache, memories, source_mask)
-        return jax.nn.log_softmax(logits), cache
-
-    return beam_search(
-        step_fn,
-        model.init_cache(source.shape[0], beam_size, length),
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        max_lengths=max_lengths,
-        length=length,
-        beam_size=beam_size,
-        length_penalty_alpha=length_penalty_alpha,
-        never_generated=tokenizer.never_generated,
+def _cut(weights: AttentionWeights, row: int, source: int, target: int) -> AttentionWeights:
+    """The weights of one row, [L, H, queries, keys], without padding."""
+    return AttentionWeights(
+        weights.encoder[row, :, :, :source, :source].copy(),
+        weights.decoder[row, :, :, :target, :target].copy(),
+        weights.cross[row, :, :, :target, :source].copy(),
     )
-
-
-def score_batch(
-    graphdef: nnx.GraphDef,
-    tokenizer: Tokenizer,
-    params: Params,
-    source: Int[Array, "B S"],
-    target: Int[Array, "B T"],
-) -> Float[Array, " B"]:
-    """Forced decoding: the log-probability of each target row given its source row.
-
-    Every token counts but padding, so EOS does.
-    """
-    model = nnx.merge(graphdef, params)
-    pad_id, bos_id = tokenizer.pad_id, tokenizer.bos_id
-    states = forced_states(model, source, target, pad_id=pad_id, bos_id=bos_id)
-    losses = optax.softmax_cross_entropy_with_integer_labels(model.project(states), target)
-    return -jnp.sum(losses, axis=1, where=target != pad_id)
-
-
-def plan_batches(lengths: Sequence[int], longest: int) -> Iterator[tuple[int, int, list[int]]]:
-    """(rows, width, places) of each batch: places of at most `rows` lengths, none above `width`.
-
-    Every place occurs once, shorter ones first. The shape of a place follows from its own length.
-    """
-    shapes = shape_ladder(longest)
-
-    def shape(place: int) -> int:
-        return bisect.bisect_left(shapes, lengths[place])
-
-    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for rung, group in itertools.groupby(by_length, shape):
-        members, width = list(group), shapes[rung]
-        rows = max(1, BATCH_TOKENS // width)
-        for first in range(0, len(members), rows):
-            yield rows, width, members[first : first + rows]
-
-
-def shape_ladder(longest: int) -> list[int]:
-    """The widths batches have: 16, 24, 32, 48, 64, 96 ... below `longest`, and `longest`."""
-    powers = itertools.takewhile(
-        lambda power: power < longest, (SHORTEST_SHAPE << k for k in itertools.count())
-    )
-    steps = (width for power in powers for width in (power, power + power // 2))
-    return [*(width for width in steps if width < longest), longest]

@@ -13,6 +13,7 @@ import tiny_config
 
 from flaxformer_min import cli, training
 from flaxformer_min.manifest import CheckpointError
+from flaxformer_min.options import Options
 from flaxformer_min.translate import Translator
 
 ROOT = Path(__file__).parent.parent
@@ -30,8 +31,8 @@ def tiny_train(corpus: Path, workdir: Path, *overrides: str) -> list[str | Path]
 
 
 def translations(directory: Path, lines: list[str], **options) -> list[str]:
-    translator = Translator.load(directory, options.pop("step", None))
-    return [translation.text for translation in translator.translate(lines, **options)]
+    translator = Translator.load(directory, step=options.pop("step", None))
+    return [translation.text for translation in translator.translate(lines, Options(**options))]
 
 
 @pytest.fixture
@@ -67,6 +68,18 @@ def test_translate_takes_a_step_and_search_options(finished, stdin, capsysbinary
     for flags, options in (
         (["--step", "best"], {"step": "best"}),
         (["--step", "150", "--beam-size", "1"], {"step": 150, "beam_size": 1}),
+        (
+            ["--sample", "--temperature", "2", "--top-k", "90", "--top-p", ".99", "--seed", "3"],
+            {"sample": True, "temperature": 2.0, "top_k": 90, "top_p": 0.99, "seed": 3},
+        ),
+        (
+            ["--no-repeat-ngram-size", "1", "--max-length-offset", "2", "--no-forbid-unknown"],
+            {"no_repeat_ngram_size": 1, "max_length_offset": 2, "forbid_unknown": False},
+        ),
+        (
+            ["--interactive", "--min-length", "4", "--length-penalty-alpha=-1"],
+            {"min_length": 4, "length_penalty_alpha": -1.0},
+        ),
     ):
         stdin(HOSTILE)
         assert main("translate", finished, *flags) == 0
@@ -74,10 +87,9 @@ def test_translate_takes_a_step_and_search_options(finished, stdin, capsysbinary
         assert written.split("\n")[:-1] == translations(finished, LINES, **options)
 
 
-def test_translate_numbers_lines_over_all_that_it_read(finished, stdin, monkeypatch, caplog):
-    monkeypatch.setattr(cli, "LINES_AT_ONCE", 2)
+def test_translate_numbers_lines_over_all_that_it_read(finished, stdin, caplog):
     stdin(b"now\n\nand\n" + b"tree " * 20)
-    assert main("translate", finished) == 0
+    assert main("translate", finished, "--interactive") == 0
     assert "line 4: " in caplog.text
 
 
@@ -87,12 +99,44 @@ def test_translate_of_nothing_writes_nothing(finished, stdin, capsysbinary):
     assert capsysbinary.readouterr().out == b""
 
 
+def test_n_best_is_json_and_attention_a_file(finished, tmp_path, stdin, capsysbinary):
+    (tmp_path / "prefix").write_bytes(b"\n\n\nHunde\n\n")
+    stdin(HOSTILE)
+    flags = ["--n-best", "2", "--prefix", tmp_path / "prefix", "--average-heads"]
+    assert main("translate", finished, *flags, "--attention", tmp_path / "a.jsonl") == 0
+    found = [json.loads(line) for line in capsysbinary.readouterr().out.splitlines()]
+    assert [len(line) for line in found] == [2, 1, 1, 2, 2]
+    assert found[3][0]["text"].startswith("Hunde")
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_bytes().splitlines()]
+    assert [row["line"] for row in rows] == [1, 4, 5]
+    assert len(rows[1]["cross_mean_over_heads"][0]) == found[3][0]["token_count"]
+
+
+def test_several_directories_are_an_ensemble_of_one_tokenizer(
+    finished, tmp_path, stdin, capsysbinary, capfd
+):
+    checkpoints = finished / "checkpoints"
+    stdin(HOSTILE)
+    assert main("translate", checkpoints / "100", checkpoints / "200") == 0
+    both = Translator.load(checkpoints / "100", checkpoints / "200")
+    expected = [translation.text for translation in both.translate(LINES)]
+    assert capsysbinary.readouterr().out.decode().split("\n")[:-1] == expected
+    assert both.step == [100, 200]
+
+
 def test_score_writes_one_number_a_line(finished, two_files, capsys):
     source, target = two_files(b"a cat\nnow\n\n", b"eine Katze\njetzt\nx", ".gz")
     assert main("score", finished, "--source", source, "--target", target) == 0
     pairs = [("a cat", "eine Katze"), ("now", "jetzt"), ("", "x")]
     numbers = [float(line) for line in capsys.readouterr().out.splitlines()]
-    assert numbers == Translator.load(finished).score(pairs)
+    translator = Translator.load(finished)
+    assert numbers == translator.score(pairs)
+    assert main("score", finished, "--source", source, "--target", target, "--per-token") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["score"] for row in rows] == numbers
+    for row, scored in zip(rows, translator.score_tokens(pairs), strict=True):
+        assert row["tokens"] == translator.tokenizer.pieces(scored.tokens)
+        assert row["log_probs"] == list(scored.log_probs)
 
 
 def test_evaluate_writes_the_record_as_json(finished, corpus, two_files, capsys):
@@ -102,6 +146,10 @@ def test_evaluate_writes_the_record_as_json(finished, corpus, two_files, capsys)
     for files in ([], ["--source", source, "--reference", reference]):  # the same: its test split
         assert main("evaluate", finished, *files) == 0
         assert json.loads(capsys.readouterr().out) == last["bleu"]
+    flags = ["--beam-size", "1", "--length-penalty-alpha", "0.3"]
+    assert main("evaluate", finished, "--source", source, "--reference", reference, *flags) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["beam_size"], record["length_penalty_alpha"]) == (1, 0.3)
 
 
 def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, stdin, capsysbinary):
@@ -184,6 +232,18 @@ def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, 
         ("translate {finished} --step new", "'new' is neither a step number nor 'best'"),
         ("translate {finished} --beam-size 0", "'0' is no whole number above 0"),
         ("translate {finished} --beam 3", "unrecognized: --beam 3"),
+        ("translate {finished} --beam-size -1", "'-1' is no whole number above 0"),
+        ("translate {finished} --sample --beam-size 2", "sample draws one token at a time"),
+        ("translate {finished} --n-best 3", "n_best is 3: it must be at most beam_size, 2"),
+        ("translate {finished} --top-k 3", "top_k is for sampling: give sample too"),
+        ("translate {finished} --max-length-offset -1", "max_length_offset is -1"),
+        ("translate {finished} --temperature inf", "inf is not finite"),
+        ("translate {finished} --errors ignore", "invalid choice: 'ignore'"),
+        ("translate {finished} --prefix {two}", "two has more lines than standard input"),
+        ("translate {finished} --prefix no", "no: No such file"),
+        ("translate {finished} --attention {two}", "two: attention goes to a file that ends in"),
+        ("translate {finished} --average-heads", "--average-heads belongs to --attention FILE"),
+        ("translate {finished} {finished} --attention {empty}/x.npz", "this is an ensemble"),
         ("score {finished} --source {three} --target {two}", "three has 3 lines but"),
         ("score {finished} --source {two} --target {latin1}", "latin1, line 2: not UTF-8"),
         ("score {finished} --source {two} --target no", "no: No such file"),
@@ -193,7 +253,8 @@ def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, 
         ("average {finished} --last 2 --output {empty}", "is there already"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(finished, tmp_path, capfd, arguments, message):
+def test_a_mistake_is_one_line_and_status_2(finished, tmp_path, stdin, capfd, arguments, message):
+    stdin(b"now" if "npz" in arguments else b"")
     files = {"three": b"a\nb\nc\n", "two": b"a\nb\n", "latin1": b"a\n\xfc\n", "none": b""}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)

@@ -5,21 +5,12 @@ import json
 import pytest
 import sacrebleu
 
-from flaxformer_min import evaluate
-from flaxformer_min.config import DataConfig, DecodeConfig
+from flaxformer_min.config import DecodeConfig
 from flaxformer_min.errors import UserError
-from flaxformer_min.evaluate import bleu_record, evaluate_files
+from flaxformer_min.evaluate import bleu_record, evaluate
+from flaxformer_min.options import Options
 
 REFERENCES = ["The cat sat, on the mat.", "Two grey dogs ran home .", "", "A B C D E"]
-PHRASES = DataConfig(
-    source="phrases",
-    train=("train[:1]",),
-    validation=("validation[:1]",),
-    test=("test[:7]",),
-    source_language="en",
-    target_language="de",
-    vocab_size=300,
-)
 TRANSLATIONS = ["The cat sat on the mat.", "two grey dogs ran home .", "", "A B C D F"]
 
 
@@ -56,32 +47,25 @@ class Upper:
 
     class config:
         decode = DecodeConfig(beam_size=2)
-        data = PHRASES
 
-    def __init__(self, directory, step):
-        assert directory == "runs/x"
-        self.step = {"best": 30, None: 50}[step]
+    step = 30
 
-    load = classmethod(lambda cls, *arguments: cls(*arguments))
-
-    def translate(self, lines):
+    def translate(self, lines, options):
+        self.options = options
         return [type("Translation", (), {"text": line.upper()}) for line in lines]
 
 
-def test_evaluate_files_translates_the_sources_with_the_chosen_checkpoint(monkeypatch):
-    monkeypatch.setattr(evaluate, "Translator", Upper)
-    record = evaluate_files("runs/x", "best", [("a b c d", "A B C D"), ("", "")])
+def test_evaluate_translates_the_sources_and_records_how():
+    translator, options = Upper(), Options(beam_size=3, length_penalty_alpha=0.25)
+    record = evaluate(translator, [("a b c d", "A B C D"), ("", "")], options)
     assert record["score"] == pytest.approx(100)
-    assert (record["step"], record["lines"], record["beam_size"]) == (30, 2, 2)
+    assert (record["step"], record["lines"]) == (30, 2)
+    assert (record["beam_size"], record["length_penalty_alpha"]) == (3, 0.25)
+    assert record["max_length_offset"] == DecodeConfig().max_length_offset
+    assert translator.options == options
+    assert evaluate(translator, [("a", "A")])["beam_size"] == 2
 
 
-def test_no_pairs_means_the_test_split_of_the_checkpoint_s_config(monkeypatch):
-    monkeypatch.setattr(evaluate, "Translator", Upper)
-    record = evaluate_files("runs/x", None)
-    assert (record["step"], record["lines"]) == (50, 7)
-
-
-def test_nothing_to_evaluate_is_an_error_of_the_user(monkeypatch):
-    monkeypatch.setattr(evaluate, "Translator", Upper)
+def test_nothing_to_evaluate_is_an_error_of_the_user():
     with pytest.raises(UserError, match="no lines"):
-        evaluate_files("runs/x", None, [])
+        evaluate(Upper(), [])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flaxformer_min.constraints import all_but
 from flaxformer_min.search import Hypotheses, beam_search, greedy_search, length_penalty
 
 NONE = -np.inf
@@ -121,7 +122,7 @@ def test_a_search_for_one_stops_before_a_search_for_two():
 
 
 @functools.partial(
-    jax.jit, static_argnames=("length", "beam", "n_best", "eos", "never_generated", "search")
+    jax.jit, static_argnames=("length", "beam", "n_best", "eos", "forbidden", "search")
 )
 def search_prefixes(
     log_probs: jax.Array,  # [B, prefixes, V], prefixes numbered by prefix_number
@@ -132,7 +133,7 @@ def search_prefixes(
     *,
     max_lengths: jax.Array | None = None,
     eos: int = 0,
-    never_generated: tuple[int, ...] = (),
+    forbidden: tuple[int, ...] = (),
     search: Callable[..., Hypotheses] = beam_search,
 ) -> Hypotheses:
     batch, _, vocab = log_probs.shape
@@ -154,7 +155,7 @@ def search_prefixes(
         max_lengths=max_lengths,
         length=length,
         length_penalty_alpha=alpha,
-        never_generated=never_generated,
+        allowed=lambda tokens, index: all_but(forbidden, vocab),
         **more,
     )
 
@@ -356,7 +357,7 @@ def test_forbidden_ids_never_come_and_scores_are_not_renormalised(beam):
     models = random_models(17, 13, length, vocab, scale=0.5)
     models[:, :, [1, 3]] += 2.0  # the likeliest of all
     forbidden = search_prefixes(
-        jnp.array(models, jnp.float32), length, beam, 0.0, beam, never_generated=(1, 3)
+        jnp.array(models, jnp.float32), length, beam, 0.0, beam, forbidden=(1, 3)
     )
     without = models.copy()
     without[:, :, [1, 3]] = NONE
@@ -381,10 +382,10 @@ def test_places_without_a_hypothesis_are_empty():
 
 
 @pytest.mark.parametrize("beam", [1, 2])
-@pytest.mark.parametrize(("row", "never_generated"), [([NONE, NONE], ()), ([-0.7, -0.7], (0, 1))])
-def test_where_nothing_is_possible_there_is_no_hypothesis(row, never_generated, beam):
+@pytest.mark.parametrize(("row", "forbidden"), [([NONE, NONE], ()), ([-0.7, -0.7], (0, 1))])
+def test_where_nothing_is_possible_there_is_no_hypothesis(row, forbidden, beam):
     log_probs = jnp.broadcast_to(jnp.array(row), (1, 3**2, 2))
-    found = search_prefixes(log_probs, 3, beam, 0.6, 1, never_generated=never_generated)
+    found = search_prefixes(log_probs, 3, beam, 0.6, 1, forbidden=forbidden)
     assert not found.finished[0, 0]
     assert found.scores[0, 0] == NONE
     assert found.lengths[0, 0] == 0

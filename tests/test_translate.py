@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flaxformer_min.batching import Batch
 from flaxformer_min.checkpoint import Checkpoints
 from flaxformer_min.config import Config, DataConfig, DecodeConfig, ModelConfig
+from flaxformer_min.errors import UserError
 from flaxformer_min.masks import causal_mask, padding_mask
 from flaxformer_min.model import Transformer
+from flaxformer_min.options import Options
+from flaxformer_min.shapes import padded, plan_batches
 from flaxformer_min.state import split_model
+from flaxformer_min.step import loss_sums
 from flaxformer_min.tokenizer import Tokenizer, train_tokenizer
-from flaxformer_min.translate import Translation, Translator, plan_batches, shape_ladder
+from flaxformer_min.translate import EMPTY, Translator
 
 MAX_LENGTH = 23  # two shapes, 16 and 23
 DATA = DataConfig(
@@ -121,7 +128,7 @@ def test_every_line_has_its_translation_and_blank_ones_an_empty_one(translator):
     assert len(found) == len(HOSTILE)
     for line, translation in zip(HOSTILE, found, strict=True):
         blank = line == "" or line.isspace()
-        assert (translation == Translation("", 0.0, (), True)) == blank
+        assert (translation == EMPTY) == blank
         assert "\n" not in translation.text and "\r" not in translation.text
         assert not set(translation.tokens) & set(translator.tokenizer.never_generated)
         assert blank == (not translation.tokens)
@@ -136,22 +143,26 @@ def test_blank_lines_do_not_reach_the_model(translator, monkeypatch):
     assert translator.translate([]) == []
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
-def test_neighbours_change_no_bit_of_a_translation(translator, endless, beam_size):
+@pytest.mark.parametrize(
+    "options",
+    [Options(beam_size=1), Options(beam_size=3), Options(sample=True, n_best=2, seed=5, top_p=0.9)],
+    ids=["greedy", "beam", "sample"],
+)
+def test_neighbours_change_no_bit_of_a_translation(translator, endless, options):
     lines = HOSTILE + sentences(70, seed=1)
     for model in (translator, endless):
-        found = model.translate(lines, beam_size=beam_size)
-        backwards = model.translate(lines[::-1], beam_size=beam_size)
+        found = model.translate(lines, options)
+        backwards = model.translate(lines[::-1], options)
         assert backwards[::-1] == found
         for n in (0, *range(8, 34)):
-            assert model.translate([lines[n]], beam_size=beam_size) == [found[n]]
+            assert model.translate([lines[n]], options) == [found[n]]
     assert len({translation.tokens for translation in found}) > 50
 
 
 def test_scores_are_forced_decoding_over_the_length_penalty(translator, forced):
     lines = sentences(12, seed=2)
     for alpha in (0.0, 1.3):
-        translations = translator.translate(lines, length_penalty_alpha=alpha)
+        translations = translator.translate(lines, Options(length_penalty_alpha=alpha))
         for line, found in zip(lines, translations, strict=True):
             target = list(found.tokens)
             total = log_probability(forced, translator.tokenizer.encode(line), target)
@@ -162,7 +173,7 @@ def test_scores_are_forced_decoding_over_the_length_penalty(translator, forced):
 def test_a_greedy_token_is_the_likeliest_that_may_be_generated(translator, forced):
     tokenizer = translator.tokenizer
     for line in sentences(5, seed=11):
-        (found,) = translator.translate([line], beam_size=1)
+        (found,) = translator.translate([line], Options(beam_size=1))
         steps = forced(tokenizer.encode(line), list(found.tokens)).copy()
         steps[:, list(tokenizer.never_generated)] = -np.inf
         assert steps.argmax(axis=1).tolist() == list(found.tokens)
@@ -170,12 +181,12 @@ def test_a_greedy_token_is_the_likeliest_that_may_be_generated(translator, force
 
 def test_ids_never_generated_do_not_come_even_where_they_are_likeliest(endless):
     forbidden = list(endless.tokenizer.never_generated)
-    (before,) = endless.translate(["one grey cat"], beam_size=1)
+    (before,) = endless.translate(["one grey cat"], Options(beam_size=1))
     output = np.array(endless.params["output_embedding"])
     output[forbidden] = 1.5 * output[before.tokens[0]]  # likelier than the first token
     other = copy.copy(endless)
     other.params = {**endless.params, "output_embedding": jnp.array(output)}
-    (after,) = other.translate(["one grey cat"], beam_size=1)
+    (after,) = other.translate(["one grey cat"], Options(beam_size=1))
     assert after.tokens == before.tokens
     assert after.score < before.score  # the forbidden ids keep their share of the probability
     for translation in other.translate(sentences(5, seed=12)):
@@ -232,7 +243,7 @@ def test_new_weights_and_more_lines_compile_nothing_new(tokenizer):
     assert translator._search._cache_size() == len(widths) == 1
     translator.params = jax.tree.map(jnp.array, random_params(4, tokenizer))
     after = translator.translate(few)
-    translator.translate(few, length_penalty_alpha=0.1)
+    translator.translate(few, Options(length_penalty_alpha=0.1))
     translator.translate([line for line in many if len(tokenizer.encode(line)) <= 16])
     assert translator._search._cache_size() == 1
     assert after != before
@@ -260,22 +271,173 @@ def test_bfloat16_scores_stay_near_those_of_float32(translator):
     assert rough.score(pairs) != exact
 
 
-def test_a_batch_holds_lines_of_one_shape_and_every_line_is_in_one():
-    lengths = [1, 16, 17, 40, 41, 2, 24, 25, 41, 33, *[5] * 130]
-    batches = list(plan_batches(lengths, 41))
-    assert shape_ladder(41) == [16, 24, 32, 41]
-    assert sorted(place for *_, places in batches for place in places) == list(range(len(lengths)))
-    shapes = {}
-    for rows, width, places in batches:
-        assert 0 < len(places) <= rows
-        assert shapes.setdefault(width, rows) == rows
-        for place in places:
-            assert width == min(shape for shape in (16, 24, 32, 41) if shape >= lengths[place])
+def test_every_number_of_devices_gives_the_same_bits(translator):
+    lines = HOSTILE + sentences(70, seed=1)
+    pairs = list(zip(sentences(9, seed=3), sentences(9, seed=4), strict=True))
+    expected, scores = translator.translate(lines), translator.score(pairs)
+    assert jax.device_count() == 8
+    for count in (1, 3):
+        fewer = Translator(
+            CONFIG, translator.tokenizer, translator.params, devices=jax.devices()[:count]
+        )
+        assert fewer.translate(lines) == expected
+        assert fewer.score(pairs) == scores
 
 
-@pytest.mark.parametrize(
-    ("longest", "ladder"),
-    [(7, [7]), (16, [16]), (17, [16, 17]), (100, [16, 24, 32, 48, 64, 96, 100])],
-)
-def test_shapes_grow_by_half_or_a_third_up_to_the_longest(longest, ladder):
-    assert shape_ladder(longest) == ladder
+def test_two_threads_give_what_one_gives(translator):
+    lines = [sentences(40, seed=seed) for seed in (21, 22)]
+    expected = [translator.translate(each) for each in lines]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            assert list(pool.map(translator.translate, lines)) == expected
+
+
+def test_the_n_best_are_different_and_sorted_and_the_best_is_that_of_the_search(translator, forced):
+    lines = sentences(9, seed=13)
+    found = translator.translate(lines, Options(n_best=3))
+    assert [dataclasses.replace(each, others=()) for each in found] == translator.translate(lines)
+    for line, best in zip(lines, found, strict=True):
+        ranked = [best, *best.others]
+        assert len({each.tokens for each in ranked}) == 3
+        assert ranked == sorted(ranked, key=lambda each: (not each.finished, -each.score))
+        for each in ranked:
+            expected = log_probability(forced, translator.tokenizer.encode(line), [*each.tokens])
+            np.testing.assert_allclose(each.log_prob, expected, atol=1e-4)
+            penalty = ((5 + len(each.tokens)) / 6) ** 0.6
+            np.testing.assert_allclose(each.score, each.log_prob / penalty, rtol=1e-5)
+
+
+def test_draws_follow_from_seed_and_line_and_have_true_scores(translator, forced):
+    lines = sentences(7, seed=14)
+    options = Options(sample=True, n_best=3, seed=1, temperature=0.8, top_k=50)
+    found = translator.translate(lines, options)
+    assert translator.translate(lines, options) == found
+    assert translator.translate(lines, dataclasses.replace(options, seed=2)) != found
+    texts = set()
+    for line, best in zip(lines, found, strict=True):
+        for each in (best, *best.others):
+            texts.add((line, each.tokens))
+            expected = log_probability(forced, translator.tokenizer.encode(line), [*each.tokens])
+            np.testing.assert_allclose(each.log_prob, expected, atol=1e-4)
+    assert len(texts) > 2 * len(lines)
+
+
+def test_lengths_have_the_limits_asked_for(translator, endless):
+    eos = translator.tokenizer.eos_id
+    lines = sentences(12, seed=15)
+    before = translator.translate(lines)
+    assert min(len(each.tokens) for each in before) < 7
+    for each in translator.translate(lines, Options(min_length=7)):
+        assert len(each.tokens) >= 7 and eos not in each.tokens[:6]
+    for line, each in zip(
+        lines, endless.translate(lines, Options(max_length_offset=1)), strict=True
+    ):
+        assert len(each.tokens) == min(len(translator.tokenizer.encode(line)) + 1, MAX_LENGTH)
+
+
+def test_no_ngram_is_repeated_if_so_asked(endless):
+    lines = sentences(12, seed=16)
+
+    def most(options: Options) -> int:
+        """How often a pair of tokens comes in one translation, at most."""
+        pairs = [
+            zip(t.tokens, t.tokens[1:], strict=False) for t in endless.translate(lines, options)
+        ]
+        return max(max(Counter(each).values()) for each in pairs)
+
+    assert most(Options()) > 1
+    assert most(Options(no_repeat_ngram_size=2)) == 1
+    assert most(Options(sample=True, no_repeat_ngram_size=2)) == 1
+
+
+@pytest.mark.parametrize("options", [Options(), Options(beam_size=1), Options(sample=True)])
+def test_a_translation_begins_with_its_prefix_and_its_score_counts_it(translator, forced, options):
+    tokenizer = translator.tokenizer
+    lines = [*sentences(5, seed=17), "", "see"]
+    prefixes = ["a cat", "", " \t", "</s>", "grey dogs", "x", "one two three " * 4]
+    found = translator.translate(lines, options, prefixes=prefixes)
+    free = translator.translate(lines, options)
+    for line, prefix, each, other in zip(lines, prefixes, found, free, strict=True):
+        if not prefix.strip() or not line:
+            assert each == other
+            continue
+        start = tokenizer.encode(prefix)[:-1][: MAX_LENGTH - 1]
+        assert list(each.tokens[: len(start)]) == start != list(other.tokens[: len(start)])
+        expected = log_probability(forced, tokenizer.encode(line), [*each.tokens])
+        np.testing.assert_allclose(each.log_prob, expected, atol=1e-4)
+    for line, prefix, each in zip(lines, prefixes, found, strict=True):
+        assert translator.translate([line], options, prefixes=[prefix]) == [each]
+
+
+def test_the_unknown_piece_comes_only_if_allowed(endless):
+    unk = endless.tokenizer.unk_id
+    (before,) = endless.translate(["one grey cat"], Options(beam_size=1))
+    output = np.array(endless.params["output_embedding"])
+    output[unk] = 1.5 * output[before.tokens[0]]
+    other = copy.copy(endless)
+    other.params = {**endless.params, "output_embedding": jnp.array(output)}
+    for options, comes in ((Options(beam_size=1), False), (Options(forbid_unknown=False), True)):
+        (after,) = other.translate(["one grey cat"], options)
+        assert (unk in after.tokens) == comes
+
+
+def test_an_ensemble_takes_the_mean_of_probabilities(translator, endless, forced):
+    tokenizer = translator.tokenizer
+    smaller = dataclasses.replace(CONFIG.model, d_ff=5, max_length=19)
+    _, shapes = split_model(smaller, tokenizer.vocab_size)
+    rng = np.random.default_rng(8)
+    params = jax.tree.map(lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype("f4"), shapes)
+    config = dataclasses.replace(CONFIG, model=smaller)
+    other = Translator(config, tokenizer, params)
+    both = Translator(CONFIG, tokenizer, translator.params, others=[(smaller, params)])
+    pairs = [(a, b) for a, b in zip(sentences(7, seed=18), sentences(7, seed=19), strict=True)]
+    single = [model.score_tokens(pairs) for model in (translator, other)]
+    for first, second, mean in zip(*single, both.score_tokens(pairs), strict=True):
+        expected = np.log((np.exp(first.log_probs) + np.exp(second.log_probs)) / 2)
+        np.testing.assert_allclose(mean.log_probs, expected, atol=1e-5)
+    for line, found in zip(
+        sentences(5, seed=20), both.translate(sentences(5, seed=20)), strict=True
+    ):
+        text = tokenizer.decode(found.tokens)
+        if found.finished and tokenizer.encode(text) == list(found.tokens):
+            np.testing.assert_allclose(both.score([(line, text)])[0], found.log_prob, atol=1e-4)
+    assert both.translate(["see"])[0].tokens != translator.translate(["see"])[0].tokens
+    twice = Translator(
+        CONFIG, tokenizer, translator.params, others=[(CONFIG.model, translator.params)]
+    )
+    for one, two in zip(translator.score(pairs), twice.score(pairs), strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-5)
+    with pytest.raises(UserError, match="attention is that of one model"):
+        both.translate(["see"], Options(attention=True))
+
+
+def test_scores_are_the_training_loss_without_smoothing(translator):
+    tokenizer = translator.tokenizer
+    pairs = list(zip(sentences(9, seed=3), sentences(9, seed=4), strict=True))
+    sides = [[tokenizer.encode(pair[side]) for pair in pairs] for side in (0, 1)]
+    batch = Batch(*(padded(side, 9, MAX_LENGTH, tokenizer.pad_id) for side in sides))
+    graphdef, _ = split_model(CONFIG.model, tokenizer.vocab_size)
+    ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id}
+    loss, tokens = loss_sums(graphdef, translator.params, batch, **ids, smoothing=0.0)
+    scored = translator.score_tokens(pairs)
+    assert tokens == sum(len(each.tokens) for each in scored)
+    assert [list(each.tokens) for each in scored] == sides[1]
+    np.testing.assert_allclose(-sum(translator.score(pairs)), loss, rtol=1e-5)
+    np.testing.assert_allclose(-sum(sum(each.log_probs) for each in scored), loss, rtol=1e-5)
+
+
+def test_attention_comes_with_each_hypothesis_if_asked_for(translator):
+    lines = ["see a cat", "", "one two three grey dogs see a cat"]
+    options = Options(n_best=2, attention=True)
+    found = translator.translate(lines, options)
+    assert found == translator.translate(lines, Options(n_best=2))
+    assert found[1].attention is None
+    for line in (0, 2):
+        s = len(translator.tokenizer.encode(lines[line]))
+        for each in (found[line], *found[line].others):
+            t = len(each.tokens)
+            shapes = [site.shape for site in each.attention]
+            assert shapes == [(1, 3, s, s), (1, 3, t, t), (1, 3, t, s)]
+            for site in each.attention:
+                np.testing.assert_allclose(site.sum(axis=-1), 1, atol=1e-6)
+            assert (each.attention.decoder[:, :, *np.triu_indices(t, 1)] == 0).all()

@@ -1,0 +1,62 @@
+"""What a hypothesis may go on with. Masks are boolean, True = allowed, and combine with `&`.
+
+A search asks which tokens may come next, [B, M, V], after its tokens so far, [B, M, L], BOS first;
+`index` is how many follow BOS. What is not allowed loses its probability without renormalisation,
+so scores stay the model's.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+
+def all_but(ids: tuple[int, ...], vocab_size: int) -> Bool[Array, "1 1 V"]:
+    """Every token but these."""
+    return jnp.asarray(~np.isin(np.arange(vocab_size), ids)[None, None, :])
+
+
+def long_enough(
+    index: Int[Array, ""], min_length: int | Int[Array, ""], eos_id: int, vocab_size: int
+) -> Bool[Array, "1 1 V"]:
+    """EOS only as token number min_length or later, counted from 1."""
+    return all_but((eos_id,), vocab_size) | (index + 1 >= min_length)
+
+
+def no_repeated_ngram(
+    tokens: Int[Array, "B M L"], index: Int[Array, ""], size: int, vocab_size: int
+) -> Bool[Array, "B M V"]:
+    """No token that would make `size` tokens in a row that the hypothesis has already (BOS apart).
+
+    Every earlier run of size - 1 tokens is compared with the last such run; where they are equal,
+    the token that followed the earlier one is not allowed.
+    """
+    batch, hypotheses, length = tokens.shape
+    if size >= length:
+        return jnp.ones((batch, hypotheses, vocab_size), bool)
+    last = jax.lax.dynamic_slice_in_dim(tokens, index - size + 2, size - 1, axis=2)
+    firsts = np.arange(1, length - size + 1)  # where an earlier n-gram can begin
+    earlier = tokens[:, :, firsts[:, None] + np.arange(size - 1)[None, :]]
+    same = jnp.all(earlier == last[:, :, None, :], axis=3)
+    ends = firsts + size - 1
+    repeats = same & (ends <= index)[None, None, :]
+    forbidden = jnp.zeros((batch, hypotheses, vocab_size), bool)
+    b, m = np.ogrid[:batch, :hypotheses]
+    return ~forbidden.at[b[..., None], m[..., None], tokens[:, :, ends]].max(repeats)
+
+
+def beginning(
+    allowed: Bool[Array, "#B #M V"],
+    prefixes: Int[Array, "B P"],
+    index: Int[Array, ""],
+    pad_id: int,
+) -> Bool[Array, "B #M V"]:
+    """The prefix's token number `index` alone, whatever else is allowed; `allowed` behind its end.
+
+    Prefixes are padded; a sentence without one is all padding.
+    """
+    at = jnp.minimum(index, prefixes.shape[1] - 1)
+    token = jax.lax.dynamic_index_in_dim(prefixes, at, axis=1)
+    forced = (token != pad_id) & (index < prefixes.shape[1])
+    only = jnp.arange(allowed.shape[-1])[None, :] == token
+    return jnp.where(forced[:, None, :], only[:, None, :], allowed)

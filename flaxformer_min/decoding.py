@@ -1,0 +1,188 @@
+"""What the devices compute: batches of ids in; hypotheses, log-probabilities or weights out.
+
+Several models may work together, an ensemble: the probability of the next token is the arithmetic
+mean of theirs. `graphdefs` and `params` hold one entry for each. No row depends on another one.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from flaxformer_min.attention_weights import AttentionWeights, attention_weights
+from flaxformer_min.constraints import all_but, beginning, long_enough, no_repeated_ngram
+from flaxformer_min.masks import padding_mask
+from flaxformer_min.model import Transformer
+from flaxformer_min.options import Settled
+from flaxformer_min.sampling import sample
+from flaxformer_min.search import Allowed, Hypotheses, StepFn, beam_search
+from flaxformer_min.state import Params
+from flaxformer_min.step import forced_states
+from flaxformer_min.tokenizer import Tokenizer
+
+GraphDefs = tuple[nnx.GraphDef, ...]
+
+
+class Rows(NamedTuple):
+    """Sentences to translate, padded; a row that is all padding has no hypothesis."""
+
+    source: Int[Array, "B S"]
+    prefixes: Int[Array, "B P"] | None  # forced beginnings
+    draws: UInt[Array, " B"]  # what the row's random draws follow from, beside the seed
+
+
+def on_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """The compiled function(params, rows, ...), rows of all arrays split over the mesh.
+
+    Each device does its share of the rows as if it were alone: nothing is exchanged, shapes and
+    bits are those of one device, and none waits for another before its own rows are done.
+    """
+
+    def share(params: Any, rows: Any, *numbers: Any) -> Any:
+        specs = (P(), P("rows"), *(P() for _ in numbers))
+        shared = jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=P("rows"), check_vma=False
+        )
+        return shared(params, rows, *numbers)
+
+    return jax.jit(share)
+
+
+def search_batch(
+    graphdefs: GraphDefs,
+    tokenizer: Tokenizer,
+    longest: int,
+    params: tuple[Params, ...],
+    rows: Rows,
+    options: Settled,
+) -> Hypotheses:
+    """The N = n_best hypotheses of each row that settled options ask for, best first.
+
+    They have at most source (or prefix) length + offset tokens, and at most `longest`.
+    """
+    if options.sample:  # each draw is a sentence of its own
+        rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, options.n_best, axis=0), rows)
+    models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
+    length = min(rows.source.shape[1] + options.max_length_offset, longest)
+    step_fn = mean_step(models, rows.source, tokenizer.pad_id)
+    caches = [model.init_cache(len(rows.source), options.beam_size, length) for model in models]
+    search = functools.partial(
+        sample if options.sample else beam_search,
+        step_fn,
+        caches,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+        max_lengths=_limits(rows, options, longest, tokenizer.pad_id),
+        length=length,
+        length_penalty_alpha=options.length_penalty_alpha,
+        allowed=constraint(tokenizer, rows.prefixes, options),
+    )
+    if not options.sample:
+        return search(beam_size=options.beam_size, n_best=options.n_best)
+    narrowing = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    found = search(keys=_keys(rows.draws, options), **narrowing)
+    found = jax.tree.map(lambda leaf: leaf.reshape(-1, options.n_best, *leaf.shape[2:]), found)
+    order = jnp.lexsort((-found.scores, ~found.finished), axis=1)
+    return jax.vmap(lambda drawn, best: jax.tree.map(lambda leaf: leaf[best], drawn))(found, order)
+
+
+def mean_step(models: Sequence[Transformer], source: Int[Array, "B S"], pad_id: int) -> StepFn:
+    """The step function of an ensemble; its cache is a list of theirs.
+
+    The encoders and the decoders' keys and values of the memory are computed here, once.
+    """
+    mask = padding_mask(source, pad_id)
+    memories = [model.memory_keys_values(model.encode(source, mask)) for model in models]
+
+    def step_fn(tokens, caches, index):
+        steps = [
+            model.decode_step(tokens, index, cache, memory, mask)
+            for model, cache, memory in zip(models, caches, memories, strict=True)
+        ]
+        log_probs = mean_probability([jax.nn.log_softmax(logits) for logits, _ in steps])
+        return log_probs, [cache for _, cache in steps]
+
+    return step_fn
+
+
+def mean_probability(log_probs: Sequence[Float[Array, "*shape"]]) -> Float[Array, "*shape"]:
+    """The logarithm of the arithmetic mean of probabilities, given and returned as logarithms."""
+    if len(log_probs) == 1:
+        return log_probs[0]
+    return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
+
+
+def constraint(
+    tokenizer: Tokenizer, prefixes: Int[Array, "B P"] | None, options: Settled
+) -> Allowed:
+    """What the options allow a hypothesis to go on with; a prefix comes before all of it."""
+    vocab_size, pad_id = tokenizer.vocab_size, tokenizer.pad_id
+    own = () if options.forbid_unknown else (tokenizer.unk_id,)
+    never = tuple(i for i in tokenizer.never_generated if i not in own)
+
+    def allowed(tokens: Int[Array, "B M L"], index: Int[Array, ""]) -> Bool[Array, "#B #M V"]:
+        mask = all_but(never, vocab_size)
+        mask &= long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
+        if size := options.no_repeat_ngram_size:
+            mask &= no_repeated_ngram(tokens, index, size, vocab_size)
+        return mask if prefixes is None else beginning(mask, prefixes, index, pad_id)
+
+    return allowed
+
+
+def score_batch(
+    graphdefs: GraphDefs,
+    tokenizer: Tokenizer,
+    params: tuple[Params, ...],
+    rows: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+) -> Float[Array, "B T"]:
+    """Forced decoding: the log-probability of each target token given its source and past.
+
+    It is 0 at padding.
+    """
+    source, target = rows
+    log_probs = []
+    for member in zip(graphdefs, params, strict=True):
+        model = nnx.merge(*member)
+        states = forced_states(
+            model, source, target, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id
+        )
+        logits = model.project(states)
+        log_probs.append(-optax.softmax_cross_entropy_with_integer_labels(logits, target))
+    return jnp.where(target != tokenizer.pad_id, mean_probability(log_probs), 0)
+
+
+def weigh_batch(
+    graphdef: nnx.GraphDef,
+    tokenizer: Tokenizer,
+    params: Params,
+    rows: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+) -> AttentionWeights:
+    """The attention weights by which a model reads source and target rows."""
+    model = nnx.merge(graphdef, params)
+    return attention_weights(model, *rows, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
+
+
+def _limits(rows: Rows, options: Settled, longest: int, pad_id: int) -> Int[Array, " B"]:
+    """The length limit of each row; filler rows have 0 and are done at once."""
+    sizes = jnp.sum(rows.source != pad_id, axis=1)
+    room = sizes
+    if rows.prefixes is not None:  # a long one, and EOS
+        room = jnp.maximum(sizes, jnp.sum(rows.prefixes != pad_id, axis=1) + 1)
+    return jnp.where(sizes > 0, jnp.minimum(room + options.max_length_offset, longest), 0)
+
+
+def _keys(draws: UInt[Array, " N"], options: Settled) -> Key[Array, " N"]:
+    """A key for each draw of each sentence: from the seed, the sentence, and which draw it is."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(options.seed), draws)
+    numbers = jnp.arange(len(draws)) % options.n_best
+    return jax.vmap(jax.random.fold_in)(keys, numbers)

@@ -1,0 +1,62 @@
+"""Truth tables of what a hypothesis may go on with."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_min.constraints import all_but, beginning, long_enough, no_repeated_ngram
+
+PAD, BOS, EOS = 0, 1, 2
+
+
+def test_all_but_some_are_allowed():
+    assert np.asarray(all_but((0, 3), 5)).astype(int).tolist() == [[[0, 1, 1, 0, 1]]]
+    assert np.asarray(all_but((), 2)).all()
+
+
+def test_eos_is_allowed_as_the_last_of_enough_tokens():
+    """index tokens are there already, so EOS would be number index + 1."""
+    allowed = [bool(long_enough(jnp.int32(i), 3, EOS, 4)[0, 0, EOS]) for i in range(5)]
+    assert allowed == [False, False, True, True, True]
+    others = np.delete(np.asarray(long_enough(jnp.int32(0), 3, EOS, 4)), EOS, axis=-1)
+    assert others.all()
+
+
+def repeats(hypothesis: list[int], size: int, vocab: int = 9) -> set[int]:
+    """What would make an n-gram that is there already, by looking."""
+    grams = {tuple(hypothesis[i : i + size]) for i in range(len(hypothesis) - size + 1)}
+    return {
+        v for v in range(vocab) if (*hypothesis, v)[-size:] in grams and len(hypothesis) >= size
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 20])
+def test_no_ngram_comes_twice(size):
+    hypotheses = [
+        [[3, 4, 3, 4, 3], [5, 5, 5, 5, 5], [3, 4, 5, 3, 4]],
+        [[6, 3, 6, 3, 3], [8, 7, 6, 8, 7], [3, 4, 5, 6, 7]],
+    ]
+    for emitted in range(6):
+        tokens = np.full((2, 3, 8), PAD)
+        tokens[:, :, 0] = BOS
+        tokens[:, :, 1 : emitted + 1] = np.array(hypotheses)[:, :, :emitted]
+        allowed = np.asarray(no_repeated_ngram(jnp.array(tokens), jnp.int32(emitted), size, 9))
+        for b in range(2):
+            for m in range(3):
+                forbidden = set(np.flatnonzero(~allowed[b, m]).tolist())
+                assert forbidden == repeats(hypotheses[b][m][:emitted], size)
+
+
+def test_some_ngrams_of_the_table_are_forbidden():
+    assert repeats([3, 4, 5, 3, 4], 3) == {5}
+    assert repeats([5, 5, 5], 2) == {5}
+    assert repeats([3, 4], 1) == {3, 4}
+
+
+def test_a_beginning_is_all_that_is_allowed_until_its_end():
+    prefixes = jnp.array([[4, 3, PAD], [PAD, PAD, PAD], [1, 1, 1]])
+    otherwise = jnp.array([[[False, True, True, False, False]]])
+    expected = [[{4}, {1, 2}, {1}], [{3}, {1, 2}, {1}], [{1, 2}, {1, 2}, {1}], [{1, 2}] * 3]
+    for index, sets in enumerate(expected):
+        allowed = np.asarray(beginning(otherwise, prefixes, jnp.int32(index), PAD))
+        assert [set(np.flatnonzero(row).tolist()) for row in allowed[:, 0]] == sets

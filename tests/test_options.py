@@ -1,0 +1,66 @@
+"""Options: the config's values where none are given, and one line for what makes no sense."""
+
+import jax
+import pytest
+
+from flaxformer_min.config import DecodeConfig
+from flaxformer_min.errors import UserError
+from flaxformer_min.options import Options
+
+CONFIG = DecodeConfig(beam_size=5, length_penalty_alpha=0.7, max_length_offset=11)
+
+
+def test_what_is_not_given_is_the_config_s():
+    settled = Options().settled(CONFIG)
+    assert (settled.beam_size, settled.length_penalty_alpha, settled.max_length_offset) == (
+        5,
+        0.7,
+        11,
+    )
+    given = Options(beam_size=3, length_penalty_alpha=0.0, max_length_offset=0, n_best=2)
+    settled = given.settled(CONFIG)
+    assert (settled.beam_size, settled.length_penalty_alpha, settled.max_length_offset) == (3, 0, 0)
+    assert settled.n_best == 2
+    assert Options(sample=True, n_best=7).settled(CONFIG).beam_size == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(sample=True, beam_size=2), "sample .* has no beam_size"),
+        (Options(temperature=0.5), "temperature is for sampling"),
+        (Options(top_k=3), "top_k is for sampling"),
+        (Options(top_p=0.5), "top_p is for sampling"),
+        (Options(seed=3), "seed is for sampling"),
+        (Options(n_best=6), "n_best is 6: it must be at most beam_size, 5"),
+        (Options(n_best=0), "n_best is 0"),
+        (Options(beam_size=0), "beam_size is 0"),
+        (Options(length_penalty_alpha=float("nan")), "length_penalty_alpha is nan"),
+        (Options(min_length=-1), "min_length is -1"),
+        (Options(max_length_offset=-1), "max_length_offset is -1"),
+        (Options(no_repeat_ngram_size=-1), "no_repeat_ngram_size is -1"),
+        (Options(sample=True, temperature=0.0), "temperature is 0.0: it must be above 0"),
+        (Options(sample=True, temperature=float("inf")), "temperature is inf"),
+        (Options(sample=True, top_k=0), "top_k is 0"),
+        (Options(sample=True, top_p=1.1), "top_p is 1.1"),
+        (Options(sample=True, top_p=0.0), "top_p is 0.0"),
+        (Options(sample=True, seed=-1), "seed is -1"),
+        (Options(sample=True, seed=2**31), "seed is 2147483648"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(options, message):
+    with pytest.raises(UserError, match=message) as raised:
+        options.settled(CONFIG)
+    assert "\n" not in str(raised.value)
+
+
+def test_only_what_decides_shapes_is_compiled_in():
+    def structure(options: Options) -> jax.tree_util.PyTreeDef:
+        return jax.tree.structure(options.settled(CONFIG))
+
+    one = structure(Options(length_penalty_alpha=0.1, min_length=2, attention=True))
+    assert one == structure(Options(length_penalty_alpha=0.2, min_length=3))
+    for other in (Options(beam_size=4), Options(n_best=2), Options(forbid_unknown=False)):
+        assert one != structure(other)
+    drawn = structure(Options(sample=True, top_k=3, temperature=0.5, seed=1))
+    assert drawn == structure(Options(sample=True, top_k=4, temperature=0.6, seed=2))

@@ -1,0 +1,164 @@
+"""Streams: as many lines out as in, in order, each block written as soon as it is done."""
+
+import io
+import json
+
+import pytest
+
+from flaxformer_min.errors import UserError
+from flaxformer_min.options import Options
+from flaxformer_min.streams import ready_lines, translate_stream
+from flaxformer_min.translate import Translator
+
+
+class Arriving(io.BytesIO):
+    """A stream whose bytes come in the given pieces."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        super().__init__()
+        self.pieces = list(pieces)
+
+    def read1(self, size: int | None = -1, /) -> bytes:
+        return self.pieces.pop(0) if self.pieces else b""
+
+
+@pytest.fixture(scope="module")
+def translator(finished) -> Translator:
+    return Translator.load(finished)
+
+
+def stream(translator, *pieces: bytes, **options) -> list[str]:
+    output = io.BytesIO()
+    translate_stream(translator, Arriving(*pieces), output, **options)
+    text = output.getvalue().decode()
+    assert text == "" or text.endswith("\n")
+    return text.split("\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "blocks"),
+    [
+        ([], []),
+        ([b"a"], [[b"a"]]),
+        ([b"a\n"], [[b"a"]]),
+        ([b"a\nb\nc"], [[b"a", b"b"], [b"c"]]),
+        ([b"a\nb", b"c", b"d\n\n", b"e\n"], [[b"a"], [b"bcd", b""], [b"e"]]),
+        ([b"\n\n"], [[b"", b""]]),
+        (["a\u2028b\r\n".encode()], [["a\u2028b\r".encode()]]),
+    ],
+)
+def test_lines_are_taken_as_they_come(pieces, blocks):
+    assert list(ready_lines(Arriving(*pieces))) == blocks
+    one_by_one = [[line] for block in blocks for line in block]
+    assert list(ready_lines(Arriving(*pieces), one_by_one=True)) == one_by_one
+
+
+def test_what_is_done_is_written_before_more_is_read(translator):
+    written = []
+
+    class Watched(Arriving):
+        def read1(self, size: int | None = -1, /) -> bytes:
+            written.append(output.getvalue().count(b"\n"))
+            return super().read1(size)
+
+    output = io.BytesIO()
+    translate_stream(translator, Watched(b"now\n\n", b"dogs\nse", b"e\n"), output)
+    assert written == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 17])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_as_many_lines_come_out_as_went_in(translator, count, end):
+    lines = ["dogs", "", "see", "\u3000", "now now"][: max(1, count)] * 4
+    text = "\n".join([*lines[: max(0, count - 1)], "trees"][:count]) + (end if count else "")
+    assert len(stream(translator, text.encode())) == count
+
+
+def test_hostile_lines_leave_their_neighbours_alone(translator):
+    hostile = [
+        b"", b"   ", b"\t", "\u00a0".encode(), "\u3000".encode(), b"dogs\r", "a\u2028b".encode(),
+        b"a\x00b", b"</s>", b"<pad>", "\U0001f600".encode(), b"'" * 300, b"see " * 3000,
+    ]  # fmt: skip
+    good = b"seven dogs"
+    text = b"".join(good + b"\n" + line + b"\n" for line in hostile) + good
+    found = stream(translator, text)
+    assert len(found) == 2 * len(hostile) + 1
+    assert set(found[::2]) == set(stream(translator, good))
+    assert found[1:10:2] == [""] * 5
+    assert found[11] == stream(translator, b"dogs")[0] != ""
+    for line in found:
+        assert not set("\r\0") & set(line) and "</s>" not in line and "<pad>" not in line
+
+
+def test_invalid_utf8_is_named_or_replaced(translator):
+    pieces = (b"now\n", b"dogs\n\xff\nsee\n")
+    output = io.BytesIO()
+    with pytest.raises(UserError, match="standard input, line 3: not UTF-8"):
+        translate_stream(translator, Arriving(*pieces), output)
+    assert output.getvalue().count(b"\n") == 1
+    found = stream(translator, *pieces, errors="replace")
+    assert found == stream(translator, "now\ndogs\n\ufffd\nsee\n".encode())
+
+
+def test_prefixes_go_with_their_lines_over_blocks(translator, tmp_path):
+    path = tmp_path / "prefix"
+    path.write_text("Hunde\n\njetzt\n")
+    found = stream(translator, b"see\nnow\n", b"dogs\n", prefix=str(path))
+    assert found[0].startswith("Hunde") and found[2].startswith("jetzt")
+    assert found[1:2] == stream(translator, b"now")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"see\n", "prefix has more lines than standard input, which has 1"),
+        (b"a\nb\nc\nd", "prefix has 3 lines but standard input has more"),
+        (b"", "prefix has more lines than standard input, which has 0"),
+    ],
+)
+def test_another_number_of_prefixes_is_an_error_of_the_user(translator, tmp_path, text, message):
+    path = tmp_path / "prefix"
+    path.write_text("Hunde\n\njetzt\n")
+    with pytest.raises(UserError, match=message):
+        stream(translator, text, prefix=str(path))
+    with pytest.raises(UserError, match="no: No such file"):
+        stream(translator, b"", prefix=str(tmp_path / "no"))
+
+
+def test_json_has_an_array_of_hypotheses_for_each_line(translator):
+    lines = ["a cat", "", "now"]
+    found = stream(translator, "\n".join(lines).encode(), options=Options(n_best=2), as_json=True)
+    expected = translator.translate(lines, Options(n_best=2))
+    assert len(found) == 3
+    for text, translation in zip(map(json.loads, found), expected, strict=True):
+        assert len(text) == 1 + len(translation.others) == (2 if translation.tokens else 1)
+        for row, each in zip(text, (translation, *translation.others), strict=True):
+            assert row == {
+                "text": each.text,
+                "score": each.score,
+                "log_prob": each.log_prob,
+                "token_count": len(each.tokens),
+                "finished": each.finished,
+            }
+
+
+def test_options_that_make_no_sense_are_told_before_a_line_comes(translator):
+    with pytest.raises(UserError, match="n_best is 3"):
+        stream(translator, options=Options(n_best=3))
+
+
+def test_the_attention_of_each_line_goes_with_its_number_and_pieces(translator):
+    rows = []
+    stream(
+        translator,
+        b"a cat\n\n",
+        b"see " * 30,
+        options=Options(attention=True),
+        write_attention=lambda *row: rows.append(row),
+    )
+    (first, source, target, weights), (third, long, _, _) = rows
+    assert (first, third) == (1, 3)
+    tokenizer = translator.tokenizer
+    assert source == tokenizer.pieces(tokenizer.encode("a cat"))
+    assert weights.cross.shape[-2:] == (len(target), len(source))
+    assert len(long) == 16 and long[-1] == "</s>"
