@@ -5,7 +5,7 @@ Expected  the paper's figures below, measured without averaging checkpoints, bea
 Hardware  8 P100 in the paper
 Time      12 hours a row in the paper, 3.5 days for big; not measured here
 Command   python train.py --config configs/table3.py:C-N2 \\
-              --workdir runs/table3_C-N2 --data.dir PATH
+              --workdir runs/table3_C-N2
 
 name          change to base                        PPL   BLEU  params (M, as printed)
 base                                                4.92  25.8   65

@@ -1,22 +1,28 @@
 """WMT 2014, English to German: the paper's main experiment (Table 2; Table 3, rows base and big).
 
-Data: the training archives of the WMT 2014 translation task unpacked under --data.dir, 4.5 million
-pairs, newstest2013 from its `dev` archive, and newstest2014 as plain text, which
-`sacrebleu -t wmt14/full -l en-de --echo src > newstest2014.en` writes (`--echo ref` for .de).
+Data: TFDS prepares it at the first start, in --data.dir or TFDS_DATA_DIR or ~/tensorflow_datasets:
+the corpora of WMT 2014 (4.5 million pairs in the paper), newstest2013 for validation, newstest2014
+for the test. It downloads these archives, 1.7 GB, except those that lie in downloads/manual in that
+folder (tried here with tiny ones in place of them):
+    http://www.statmt.org/wmt13/training-parallel-europarl-v7.tgz
+    http://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz
+    http://www.statmt.org/wmt14/training-parallel-nc-v9.tgz
+    http://data.statmt.org/wmt19/translation-task/dev.tgz
+Files of your own instead: --data.source files --data.train A.en A.de ... and so on.
 
 base: 6 + 6 layers, D 512, F 2048, 8 heads, 100,000 steps
     Expected  27.3 BLEU on newstest2014 in the paper, the last 5 checkpoints averaged, beam 4
     Hardware  8 P100 in the paper
     Time      12 hours in the paper, 0.4 s a step; not measured here
     Command   python train.py --config configs/wmt14_en_de.py:base \\
-                  --workdir runs/wmt14_en_de_base --data.dir PATH
+                  --workdir runs/wmt14_en_de_base
 
 big: 6 + 6 layers, D 1024, F 4096, 16 heads, dropout 0.3, 300,000 steps
     Expected  28.4 BLEU on newstest2014 in the paper, the last 20 checkpoints averaged, beam 4
     Hardware  8 P100 in the paper
     Time      3.5 days in the paper, 1.0 s a step; not measured here
     Command   python train.py --config configs/wmt14_en_de.py:big \\
-                  --workdir runs/wmt14_en_de_big --data.dir PATH
+                  --workdir runs/wmt14_en_de_big
 
 The paper's BLEU is tokenised, with compounds split; sacreBLEU's 13a, used here, is another measure
 and gives lower figures for the same text.
@@ -31,16 +37,10 @@ def base() -> Config:
     return Config(
         model=ModelConfig(),
         data=DataConfig(
-            train=(
-                "training/europarl-v7.de-en.en",
-                "training/europarl-v7.de-en.de",
-                "commoncrawl.de-en.en",
-                "commoncrawl.de-en.de",
-                "training/news-commentary-v9.de-en.en",
-                "training/news-commentary-v9.de-en.de",
-            ),
-            validation=("dev/newstest2013.en", "dev/newstest2013.de"),
-            test=("newstest2014.en", "newstest2014.de"),
+            source="tfds:wmt14_translate/de-en",
+            train=("train",),
+            validation=("validation",),
+            test=("test",),
             source_language="en",
             target_language="de",
             vocab_size=37_000,

@@ -1,23 +1,31 @@
 """WMT 2014, English to French: the paper's second experiment (Table 2).
 
-Data: the training archives of the WMT 2014 translation task unpacked under --data.dir, 36 million
-pairs (the giga-fren files stay compressed), newstest2013 from its `dev` archive, and newstest2014
-as plain text, which `sacrebleu -t wmt14/full -l en-fr --echo src > newstest2014.en` writes
-(`--echo ref` for .fr).
+Data: TFDS prepares it at the first start, in --data.dir or TFDS_DATA_DIR or ~/tensorflow_datasets:
+the corpora of WMT 2014 (36 million pairs in the paper), newstest2013 for validation, newstest2014
+for the test. It downloads these archives, 6.7 GB, except those that lie in downloads/manual in that
+folder, and holds one corpus at a time in memory, giga-fren with 2.6 GB compressed
+(tried here with tiny ones in place of them):
+    http://www.statmt.org/wmt13/training-parallel-europarl-v7.tgz
+    http://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz
+    http://www.statmt.org/wmt13/training-parallel-un.tgz
+    http://www.statmt.org/wmt14/training-parallel-nc-v9.tgz
+    http://www.statmt.org/wmt10/training-giga-fren.tar
+    http://data.statmt.org/wmt19/translation-task/dev.tgz
+Files of your own instead: --data.source files --data.train A.en A.fr ... and so on.
 
 base: 6 + 6 layers, D 512, F 2048, 8 heads, 100,000 steps
     Expected  38.1 BLEU on newstest2014 in the paper, the last 5 checkpoints averaged, beam 4
     Hardware  8 P100 in the paper
     Time      12 hours in the paper, 0.4 s a step; not measured here
     Command   python train.py --config configs/wmt14_en_fr.py:base \\
-                  --workdir runs/wmt14_en_fr_base --data.dir PATH
+                  --workdir runs/wmt14_en_fr_base
 
 big: 6 + 6 layers, D 1024, F 4096, 16 heads, dropout 0.1, 300,000 steps
     Expected  41.8 BLEU on newstest2014 in the paper, the last 20 checkpoints averaged, beam 4
     Hardware  8 P100 in the paper
     Time      3.5 days in the paper, 1.0 s a step; not measured here
     Command   python train.py --config configs/wmt14_en_fr.py:big \\
-                  --workdir runs/wmt14_en_fr_big --data.dir PATH
+                  --workdir runs/wmt14_en_fr_big
 
 The paper's BLEU is tokenised; sacreBLEU's 13a, used here, is another measure of the same text.
 """
@@ -31,20 +39,10 @@ def base() -> Config:
     return Config(
         model=ModelConfig(),
         data=DataConfig(
-            train=(
-                "training/europarl-v7.fr-en.en",
-                "training/europarl-v7.fr-en.fr",
-                "commoncrawl.fr-en.en",
-                "commoncrawl.fr-en.fr",
-                "un/undoc.2000.fr-en.en",
-                "un/undoc.2000.fr-en.fr",
-                "training/news-commentary-v9.fr-en.en",
-                "training/news-commentary-v9.fr-en.fr",
-                "giga-fren.release2.fixed.en.gz",
-                "giga-fren.release2.fixed.fr.gz",
-            ),
-            validation=("dev/newstest2013.en", "dev/newstest2013.fr"),
-            test=("newstest2014.en", "newstest2014.fr"),
+            source="tfds:wmt14_translate/fr-en",
+            train=("train",),
+            validation=("validation",),
+            test=("test",),
             source_language="en",
             target_language="fr",
             vocab_size=32_000,

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -40,14 +41,17 @@ class ModelConfig:
 class DataConfig:
     """Where the pairs come from, how they become tokens and how tokens become batches."""
 
-    source: str = "files"  # "files" or "phrases" (the built-in corpus)
-    dir: str = "."  # names of files below are relative to it
+    source: str = "files"  # "files", "phrases" (the built-in corpus) or "tfds:NAME/CONFIG"
+    # files: the names below are relative to it. tfds: where datasets are prepared; "." means
+    # TFDS_DATA_DIR or TFDS's own folder.
+    dir: str = "."
     # files: source and target file names alternately, two for each pair of files, .gz accepted.
     # phrases: one slice such as "train[:60000]".
+    # tfds: splits or slices of splits such as "train" and "train[:1%]".
     train: tuple[str, ...]
     validation: tuple[str, ...]
     test: tuple[str, ...] = ()
-    source_language: str  # such as "en"; of the built-in corpus it chooses the locale
+    source_language: str  # such as "en"; chooses the locale of phrases and the direction of tfds
     target_language: str  # such as "de"
     tokenizer: str | None = None  # an existing SentencePiece model; None trains one
     vocab_size: int  # asked of the tokenizer's training; must agree with an existing model
@@ -208,13 +212,15 @@ def _model_rules(config: Config) -> Rules:
 
 def _data_rules(config: Config) -> Rules:
     data = config.data
-    yield "data.source", data.source in ("files", "phrases"), "'files' or 'phrases'"
+    kind = "tfds" if re.match("tfds:.", data.source) else data.source
+    kinds = "'files', 'phrases' or a dataset such as 'tfds:wmt14_translate/de-en'"
+    yield "data.source", kind in ("files", "phrases", "tfds"), kinds
     for name in ("train", "validation", "test"):
         names = getattr(data, name)
         yield f"data.{name}", bool(names) or name == "test", "given"
-        if data.source == "files":
+        if kind == "files":
             yield f"data.{name}", len(names) % 2 == 0, "two file names, source and target, a pair"
-        else:
+        elif kind == "phrases":
             yield f"data.{name}", len(names) <= 1, "one slice, such as 'train[:60000]'"
     for name in ("source_language", "target_language"):
         yield f"data.{name}", bool(getattr(data, name)), "a language such as 'en'"

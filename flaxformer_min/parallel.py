@@ -1,7 +1,7 @@
 """Parallel text: lines of files, and pairs of lines from every kind of source.
 
-A split is a list of sources, each a pair of files or a slice of the built-in phrases. All kinds
-meet in `PairSource`; nobody below `open_sources` knows which kind it reads.
+A split is a list of sources, each a pair of files, a slice of the built-in phrases or a split of a
+TFDS dataset. All kinds meet in `PairSource`; nobody below `open_sources` knows which kind it reads.
 """
 
 import contextlib
@@ -74,13 +74,17 @@ def read_pairs(config: DataConfig, names: Sequence[str]) -> Iterator[tuple[str, 
 def open_sources(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
     """The sources of a split, checked: files are read wholly, counted and hashed.
 
-    Raises UserError where a file is missing, two files of a pair differ in their number of lines,
-    or a name is not understood.
+    A TFDS dataset is prepared where it is not. Raises UserError where a file is missing, two files
+    of a pair differ in their number of lines, or a name is not understood.
     """
     if config.source == "phrases":
         return [_phrases(config, name) for name in names]
+    if config.source.startswith("tfds:"):
+        return _tfds(config, names)
     if config.source != "files":
-        raise UserError(f'data.source: {config.source!r} is unknown; use "files" or "phrases"')
+        raise UserError(
+            f"data.source: {config.source!r} is unknown; use 'files', 'phrases' or 'tfds:NAME'"
+        )
     if len(names) % 2:
         raise UserError(f"data: source and target files must alternate, got {', '.join(names)}")
     paths = [Path(config.dir) / name for name in names]
@@ -120,6 +124,16 @@ def _phrases(config: DataConfig, name: str) -> PairSource:
     says = [name, languages, importlib.metadata.version("babel"), some]
     digest = hashlib.sha256(json.dumps(says).encode()).hexdigest()
     return PairSource(f"phrases {name}", digest, len(indices), lambda: render(indices))
+
+
+def _tfds(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
+    from flaxformer_min import tfds_source  # TFDS takes a second to import
+
+    dataset = tfds_source.open_dataset(config)
+    return [
+        PairSource(f"{config.source} {name}", *tfds_source.open_split(dataset, config, name))
+        for name in names
+    ]
 
 
 def _scan(path: Path) -> tuple[int, str]:

@@ -169,7 +169,8 @@ def test_text_that_is_no_config_is_refused(text: str, message: str) -> None:
         ("model.dropout", 1.0, "at least 0 and below 1"),
         ("model.dropout", -0.1, "at least 0 and below 1"),
         ("model.max_length", 255, "at least data.max_length (256)"),
-        ("data.source", "file", "'files' or 'phrases'"),
+        ("data.source", "file", "'files', 'phrases' or a dataset such as"),
+        ("data.source", "tfds:", "'files', 'phrases' or a dataset such as"),
         ("data.train", ("a.en",), "two file names"),
         ("data.train", (), "given"),
         ("data.validation", (), "given"),
@@ -214,6 +215,12 @@ def test_phrases_take_one_slice() -> None:
     phrases = changed(changed(CONFIG, "data.source", "phrases"), "data.train", ("train[:7]",))
     assert "data.validation is ('dev.en', 'dev.de')" in message_of(validate, phrases)
     validate(changed(phrases, "data.validation", ("validation[:7]",)))
+
+
+def test_tfds_takes_any_number_of_splits() -> None:
+    tfds = changed(CONFIG, "data.source", "tfds:wmt14_translate/de-en")
+    for splits in (("train",), ("train[:1%]", "validation", "test")):
+        validate(changed(tfds, "data.train", splits))
 
 
 # Resuming

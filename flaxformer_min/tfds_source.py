@@ -1,0 +1,250 @@
+"""TensorFlow Datasets: a translation dataset opened, prepared where it is not, and read.
+
+TensorFlow is not needed. TFDS itself reads what it prepares as array_record; folders that others
+prepared as tfrecord, its default, are read here.
+"""
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+import struct
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import tensorflow_datasets as tfds
+import tensorflow_datasets.translate as translation  # registers them: found by name only then
+from google.protobuf.message import DecodeError
+from tensorflow_datasets.core.download import extractor
+
+from flaxformer_min.config import DataConfig
+from flaxformer_min.errors import UserError
+
+AT_ONCE = 1024  # examples; array_record is many times faster than one by one
+HASHED_EXAMPLES = 16  # of each file
+
+
+def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
+    """The dataset that `data.source` names, prepared as array_record where it is not prepared.
+
+    It lies in `data.dir`; the default, ".", means TFDS_DATA_DIR or else TFDS's own folder.
+    Preparing takes archives from `downloads/manual` in that folder and downloads the others.
+    Raises UserError where there is no such dataset or config, where it lacks a language, and where
+    it cannot be prepared.
+    """
+    name = config.source.removeprefix("tfds:")
+    folder = os.environ.get("TFDS_DATA_DIR") or None if config.dir == "." else config.dir
+    with contextlib.redirect_stdout(sys.stderr):  # TFDS prints
+        builder = _builder(name, folder)
+        _check_languages(builder, config)
+        if not builder.is_prepared():
+            _prepare(builder, config.source)
+            builder = _builder(name, folder)
+    return builder
+
+
+def open_split(
+    builder: tfds.core.DatasetBuilder, config: DataConfig, name: str
+) -> tuple[str, int, Callable[[], Iterator[tuple[str, str]]]]:
+    """Digest, size and pairs of a split or slice, in TFDS's notation and in the stored order.
+
+    The digest is the same however and wherever the dataset was prepared. It holds the dataset's
+    version, the number of examples in each file, the bytes of all examples together and the first
+    few texts of each file, which TFDS has shuffled: only a change elsewhere that keeps every
+    count and the total size goes unnoticed.
+    Raises UserError where the dataset has no such split or it is empty; reading raises it where
+    text is not UTF-8 or a file is damaged.
+    """
+    splits = builder.info.splits
+    try:
+        size, parts = splits[name].num_examples, splits[name].file_instructions
+    except (ValueError, NotImplementedError):
+        size, parts = 0, []
+    if size < 1:
+        there = ", ".join(f"{key} ({split.num_examples} examples)" for key, split in splits.items())
+        raise UserError(
+            f"{config.source}: {name!r} names no example of its splits, which are {there}; "
+            "write 'train' or a slice such as 'train[:7]' or 'train[:1%]'"
+        )
+    languages = config.source_language, config.target_language
+
+    def pairs(most: int = sys.maxsize) -> Iterator[tuple[str, str]]:
+        texts = _texts(builder, name, languages, most)
+        for number, (source, target) in enumerate(texts, start=1):
+            place = f"{config.source} {name}, example {number}"
+            yield _line(source, place), _line(target, place)
+
+    files = {part.filename for part in parts}
+    stored = [
+        [split.num_bytes, split.shard_lengths]
+        for split in splits.values()
+        if files & set(map(str, split.filepaths))
+    ]
+    slices = [[part.skip, part.take] for part in parts]
+    says = [builder.info.full_name, languages, stored, slices, list(pairs(HASHED_EXAMPLES))]
+    return hashlib.sha256(json.dumps(says).encode()).hexdigest(), size, pairs
+
+
+def read_tfrecord(path: str | Path) -> Iterator[bytes]:
+    """The records of a tfrecord file; their checksums are not compared.
+
+    A record is its length (8 bytes, little-endian), 4 bytes of checksum, its content and 4 more.
+    Raises EOFError where the file ends within a record.
+    """
+    with open(path, "rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        while header := file.read(12):
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else end
+            if length + 4 > end - file.tell():
+                raise EOFError(f"{path} ends within a record")
+            yield file.read(length)
+            file.seek(4, os.SEEK_CUR)
+
+
+def _texts(
+    builder: tfds.core.DatasetBuilder, name: str, languages: tuple[str, str], most: int
+) -> Iterator[tuple[bytes, bytes]]:
+    """The texts of a split in order, of at most so many examples of each of its files."""
+    read = _tfrecord if builder.info.file_format == tfds.core.FileFormat.TFRECORD else _array_record
+    try:
+        for record in read(builder, name, most):
+            example = builder.info.features.deserialize_example_np(record)
+            source, target = (example[key] for key in languages)
+            if source is None or target is None:  # so array_record reads what was cut off
+                raise EOFError("an example without text")
+            yield source, target
+    except (OSError, EOFError, RuntimeError, DecodeError) as error:
+        raise UserError(
+            f"{builder.info.full_name}: {_one_line(error)}; delete {builder.data_dir} and repeat "
+            "the command to prepare it anew"
+        ) from error
+
+
+def _array_record(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
+    raw = tfds.decode.DeserializeMethod.RAW_BYTES
+    source, start = builder.as_data_source(name, deserialize_method=raw), 0
+    for part in builder.info.splits[name].file_instructions:
+        end = start + min(part.take, most)
+        for first in range(start, end, AT_ONCE):
+            yield from source.__getitems__(range(first, min(first + AT_ONCE, end)))
+        start += part.take
+
+
+def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
+    for part in builder.info.splits[name].file_instructions:
+        records, count = read_tfrecord(part.filename), min(part.take, most)
+        for record in itertools.islice(records, part.skip, part.skip + count):
+            count -= 1
+            yield record
+        if count:
+            raise EOFError(f"{part.filename} lacks {count} examples")
+
+
+def _line(text: bytes, place: str) -> str:
+    """A text as one line: without the line break some texts end in, and a space for others."""
+    try:
+        line = text.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 ({error.reason})") from None
+    return re.sub("\r?\n", " ", line.removesuffix("\n").removesuffix("\r"))
+
+
+def _builder(name: str, folder: str | None) -> tfds.core.DatasetBuilder:
+    try:
+        return tfds.builder(name, data_dir=folder)
+    except tfds.core.DatasetNotFoundError:
+        raise UserError(_unknown_dataset(name, folder)) from None
+    except Exception as error:  # TFDS raises what it likes
+        raise UserError(_unknown_config(name, error)) from error
+
+
+def _check_languages(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
+    """Refuses a language in which the dataset has no text."""
+    kind, texts = builder.info.features, []
+    if isinstance(kind, tfds.features.FeaturesDict):
+        texts = [key for key, value in kind.items() if isinstance(value, tfds.features.Text)]
+    for side in ("source_language", "target_language"):
+        if getattr(config, side) not in texts:
+            configs = textwrap.shorten(", ".join(builder.builder_configs), 200)
+            raise UserError(
+                f"data.{side} is {getattr(config, side)!r}, but the texts of "
+                f"{builder.info.full_name} are {', '.join(texts) or 'none'} "
+                f"({builder.name} has the configs {configs or 'of that folder'})"
+            )
+
+
+def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
+    """Downloads and prepares, one process at a time."""
+    folder = Path(builder.data_dir_root)
+    print(f"preparing {source} in {folder}", file=sys.stderr)
+    if not sys.stderr.isatty():
+        tfds.disable_progress_bar()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock, _unpacking_without_tensorflow():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not builder.is_prepared():  # by another process in the meantime
+                builder.download_and_prepare(file_format="array_record")
+    except ImportError as error:
+        package = f"`pip install {error.name}`" if error.name else "install it"
+        raise UserError(
+            f"{source}: preparing needs a package ({_one_line(error)}); {package}, here or where "
+            "you prepare it: reading does not need it"
+        ) from error
+    except Exception as error:  # the network, the disk, the archives, the code of a dataset
+        raise UserError(
+            f"{source}: cannot be prepared in {folder} ({_one_line(error)}); archives that it "
+            f"cannot download you can put into {folder / 'downloads' / 'manual'}"
+        ) from error
+
+
+def _unpacking_without_tensorflow() -> contextlib.AbstractContextManager:
+    """TFDS unpacks archives with two functions of TensorFlow; where that is missing, with these."""
+    if importlib.util.find_spec("tensorflow"):
+        return contextlib.nullcontext()
+    here = types.SimpleNamespace
+    stand_in = here(io=here(gfile=here(GFile=open)), compat=here(as_text=str))
+    return mock.patch.object(extractor, "tf", stand_in)
+
+
+def _unknown_dataset(name: str, folder: str | None) -> str:
+    classes = [key for key in dir(translation) if key[0].isupper() and not key.endswith("Config")]
+    known = [tfds.core.naming.camelcase_to_snakecase(key) for key in classes]
+    return (
+        f"tfds:{name}: no such dataset in TFDS, and none prepared in "
+        f"{folder or tfds.core.constants.DATA_DIR}; {_meant(name.partition('/')[0], known)}"
+    )
+
+
+def _unknown_config(name: str, error: Exception) -> str:
+    dataset, _, config = name.partition("/")
+    try:
+        known = list(tfds.builder_cls(dataset).builder_configs)
+    except (ValueError, ImportError):  # not even a name, or one of a community that needs more
+        known = []
+    if not known or config.partition(":")[0] in known:
+        return f"tfds:{name}: {_one_line(error)}"
+    return f"tfds:{name}: {dataset} has no config {config!r}; {_meant(config, known)}"
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """The nearest name by its letters and their order, so that "en-de" finds "de-en"."""
+
+    def likeness(other: str) -> float:
+        pairs = (name, other), (sorted(name), sorted(other))
+        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    return f"did you mean {max(known, key=likeness)}?"
+
+
+def _one_line(error: Exception) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
