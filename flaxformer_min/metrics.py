@@ -90,7 +90,8 @@ class MetricsLog:
     def close(self) -> None:
         """Puts everything on disk."""
         self._bar.close()
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
         self._events.close()
 
     def _settle(self) -> None:

@@ -1,7 +1,9 @@
 """The log of a run: every step once, valid JSON, the same in TensorBoard events."""
 
+import contextlib
 import json
 import math
+import resource
 import struct
 from pathlib import Path
 
@@ -87,6 +89,34 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
     open_log(tmp_path, step=1).close()
     assert lines(tmp_path) == [{"step": 1}]
+
+
+@contextlib.contextmanager
+def no_file_may_be_longer_than(size: int):
+    """As on a full disk, writing raises OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    log = open_log(tmp_path)
+    with (
+        no_file_may_be_longer_than(2000),
+        pytest.raises(OSError, match=r"metrics\.jsonl"),
+    ):
+        for step in range(1, 41):
+            log.push(step, metrics(4.0))
+    log.close()
+    open_log(tmp_path, 5).close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
+    log = open_log(tmp_path, 5)
+    with no_file_may_be_longer_than(10), pytest.raises(OSError, match="tensorboard"):
+        log.flush()
+    log.close()
 
 
 def test_a_step_is_written_when_the_next_one_was_dispatched(tmp_path):

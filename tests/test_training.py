@@ -177,8 +177,10 @@ def test_training_on_other_text_than_before_is_refused(tiny, finished, tmp_path)
     prepare_data(elsewhere, workdir)  # the same text in another place is welcome
     with (data / "train.en").open("r+") as file:
         file.write("X")
+    before = (workdir / "config.json").read_bytes()
     with pytest.raises(UserError, match=r"data\.train: .* was trained on other text"):
-        prepare_data(elsewhere, workdir)
+        training.run(changed(elsewhere, "train", steps=300), workdir)
+    assert (workdir / "config.json").read_bytes() == before
 
 
 def prepared(config: Config, workdir: Path) -> Trainer:
