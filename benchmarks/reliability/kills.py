@@ -1,0 +1,129 @@
+"""1: kill -9 at any moment, and the same command again."""
+
+import random
+import re
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.reliability.runs import Run, Start, config_of, reference, same_end, size, warm
+from benchmarks.reliability.tally import Tally
+from flaxformer_min.workdir import prepare_data
+
+LONG = {"preparing": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 20}
+SHORT = {"saving": 1, "evaluating": 1}
+# Seconds within which a kill follows the first sign of a phase.
+WIDTH = {"preparing": 0.05, "compiling": 3.0, "evaluating": 0.2, "saving": 0.06}
+
+
+def kills(folder: Path, short: bool, seed: int) -> Tally:
+    """Kills until every phase was hit as often as it should be, then lets the run end.
+
+    A run that ends before that is compared, and another one begun.
+    """
+    tally, draw = Tally("kill -9"), random.Random(seed)
+    wanted = Counter(SHORT if short else LONG)
+    never_stopped = reference(folder, size(short))
+    number = 0
+    while +wanted:
+        number += 1
+        run = warm(Run(folder / f"killed-{number}", folder, size(short)), folder)
+        while _start_and_kill(run, wanted, tally, draw):
+            pass
+        tally.trial(f"end of run {number}", same_end(run, never_stopped), seen="runs ended alike")
+    tally.trial("data", _once_an_epoch(folder, run), seen="epochs compared with the plan")
+    if not short:
+        tally.trial("programs", _cut_programs(folder, run, draw), seen="cut compilation cache")
+    return tally
+
+
+def _start_and_kill(run: Run, wanted: Counter[str], tally: Tally, draw: random.Random) -> bool:
+    """Whether the run goes on; counts the kill by the phase that it really hit."""
+    before = run.newest
+    target = _target(wanted, fresh=not before, draw=draw)
+    start = run.start(cold=target == "compiling")
+    killed = target is not None and _wait(start, target, draw)
+    if killed:
+        start.kill()
+    else:
+        start.wait()
+    hit = start.phase() if killed else "end"
+    problems = run.damaged()
+    resumed = re.search(r"resuming from step (\d+)", start.output())
+    if run.newest < before:
+        problems.append(f"step {before} was lost, the newest is {run.newest}")
+    if resumed and int(resumed[1]) != before:
+        problems.append(f"resumed from step {resumed[1]}, not {before}")
+    if not killed:
+        if start.process.returncode != 0:
+            problems.append(f"exit status {start.process.returncode}: {start.output()}")
+        tally.trial("a start that ended", problems, seen="starts not killed")
+        return bool(problems) and run.starts < 200
+    tally.trial(f"kill {tally.tried + 1} in {hit}", problems, seen=f"kills {hit}")
+    counted = next(phase for phase in (hit, "any", target) if wanted[phase] > 0 or phase == target)
+    wanted[counted] -= 1
+    return True
+
+
+def _target(wanted: Counter[str], fresh: bool, draw: random.Random) -> str | None:
+    """The phase to hit next; None if all were."""
+    left = +wanted
+    if fresh and left["preparing"]:
+        return "preparing"
+    del left["preparing"]
+    return draw.choice(sorted(left.elements())) if left else None
+
+
+def _wait(start: Start, target: str, draw: random.Random) -> bool:
+    """Waits for a random moment of the phase; False if the process ended first."""
+    run = start.run
+    if target == "any" and draw.random() < 0.25:
+        time.sleep(draw.uniform(0, 5))
+        return start.process.poll() is None
+    if target in ("any", "saving"):
+        far = run.size.steps if target == "any" else start.begun + 2 * run.size.checkpoint_every
+        goal = draw.randint(start.begun, far)
+        if not start.wait_until(lambda: run.last_step() >= goal):
+            return False
+    if target != "any" and not start.wait_until(lambda: start.phase() == target):
+        return False
+    time.sleep(draw.uniform(0, WIDTH.get(target, 0.05)))
+    return start.process.poll() is None
+
+
+def _once_an_epoch(folder: Path, run: Run) -> list[str]:
+    """Every step's batch was the plan's, and the plan has every pair once in every epoch.
+
+    The log says how many target tokens a step saw. That the batches were the plan's and not merely
+    as large follows from losses equal to those of the run never stopped.
+    """
+    data = prepare_data(config_of(folder, run.size), run.workdir)
+    log = [line for line in run.log() if "loss" in line]
+    problems = []
+    if [line["step"] for line in log] != list(range(1, run.size.steps + 1)):
+        problems.append("a step is missing or twice in the log")
+    planned = [data.plan.batch_ids(step)[1] for step in range(run.size.steps)]
+    for line, ids in zip(log, planned, strict=False):
+        if line["tokens"] != data.train.lengths[ids, 1].sum():
+            problems.append(f"step {line['step']} saw {line['tokens']} tokens")
+    length = data.plan.batches_per_epoch
+    for begin in range(0, run.size.steps - length + 1, length):
+        seen = np.sort(np.concatenate(planned[begin : begin + length]))
+        if not np.array_equal(seen, np.arange(len(data.train))):
+            problems.append(f"epoch {begin // length} has not every pair once")
+    return problems
+
+
+def _cut_programs(folder: Path, run: Run, draw: random.Random) -> list[str]:
+    """A kill may leave half a compiled program in the cache: it must do no harm."""
+    cut = Run(folder / "cut", folder, run.size)
+    shutil.copytree(run.workdir, cut.workdir)
+    shutil.rmtree(cut.checkpoints / str(cut.newest))
+    for path in (cut.workdir / "compiled").iterdir():
+        path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+    start = cut.finish()
+    problems = same_end(cut, run)
+    return problems if start.process.returncode == 0 else [start.output(), *problems]

@@ -1,0 +1,47 @@
+"""2: going on from every step of three epochs, through a real save and restore."""
+
+import random
+from pathlib import Path
+
+from benchmarks.reliability.inside import one_step, prepared
+from benchmarks.reliability.runs import Size, tree_hash
+from benchmarks.reliability.tally import Tally
+from flaxformer_min.checkpoint import Checkpoints
+from flaxformer_min.state import TrainState
+from flaxformer_min.training import Trainer
+
+EPOCHS, POINTS = 3, 60
+BEYOND = 3  # steps past the last epoch, so that every resumed run takes some
+
+
+def resume(folder: Path, short: bool, seed: int) -> Tally:
+    """Saves at many steps of one run, and trains from each checkpoint to the same end."""
+    tally, draw = Tally("resume"), random.Random(seed)
+    for accumulation in (4,) if short else (1, 4):
+        workdir = folder / f"resumed-{accumulation}"
+        size = Size(1000, 1000, 1000, accumulation)
+        trainer = prepared(workdir, folder, size, f"--train.keep_last={POINTS}")
+        epoch = trainer.data.plan.batches_per_epoch
+        last = EPOCHS * epoch
+        steps = sorted(draw.sample(range(1, last + 1), min(last, 3 if short else POINTS)))
+        config, tokenizer = trainer.config, trainer.data.tokenizer
+        with Checkpoints(workdir, config, tokenizer) as checkpoints:
+            state = trainer.fresh_state()
+            for step in range(last + BEYOND):
+                if step in steps:
+                    checkpoints.save(state, step)
+                state = one_step(trainer, state, step)
+            checkpoints.wait()
+            ended = tree_hash(state)
+            for step in steps:
+                state = _trained(trainer, trainer.saved_state(checkpoints, step), step, last)
+                problems = [] if tree_hash(state) == ended else ["ended with another state"]
+                tally.trial(f"accumulation {accumulation}, step {step}", problems)
+        tally.notes.append(f"accumulation {accumulation}: {epoch} steps an epoch")
+    return tally
+
+
+def _trained(trainer: Trainer, state: TrainState, start: int, last: int) -> TrainState:
+    for step in range(start, last + BEYOND):
+        state = one_step(trainer, state, step)
+    return state
