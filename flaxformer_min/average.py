@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from flaxformer_min.checkpoint import checkpoints_of, counted_steps
+from flaxformer_min.checkpoint import checkpoints_of
 from flaxformer_min.checkpoint_directory import (
     Loaded,
     Meta,
@@ -13,10 +13,13 @@ from flaxformer_min.checkpoint_directory import (
     difference,
     named_leaves,
     read_checkpoint,
+    read_meta,
     start_writing,
     whole_or_nothing,
 )
 from flaxformer_min.errors import UserError
+from flaxformer_min.manifest import put_in_place, verify
+from flaxformer_min.retention import counted
 
 
 def average(
@@ -26,9 +29,9 @@ def average(
 ) -> list[int]:
     """Writes to `output` one checkpoint whose weights are the mean of those of a run's checkpoints.
 
-    Takes the `last` newest by step number and sums in float32 in the order of the steps. The result
-    has the config, tokenizer and step number of the newest of them and no optimizer state. Returns
-    the steps.
+    Takes the `last` newest regular ones by step number (one that is only there because a run was
+    stopped is passed by) and sums in float32 in the order of the steps. The result has the config,
+    tokenizer and step number of the newest of them and no optimizer state. Returns the steps.
 
     Raises:
         UserError: fewer checkpoints than asked, an `output` that is there already, or
@@ -39,29 +42,37 @@ def average(
     chosen = _newest(root, last)
     if output.exists():
         raise UserError(f"{output}: is there already; give a new directory")
-    newest = read_checkpoint(root / str(chosen[-1]))
+    newest = _verified(chosen[max(chosen)])
     total = jax.tree.map(np.zeros_like, newest.params)
-    for step in chosen:
-        loaded = newest if step == chosen[-1] else read_checkpoint(root / str(step))
+    for step, folder in chosen.items():
+        loaded = newest if step == newest.step else _verified(folder)
         _refuse_another(root, loaded, newest)
         total = jax.tree.map(np.add, total, loaded.params)
     mean = jax.tree.map(lambda leaf: leaf / np.float32(len(chosen)), total)
-    meta = Meta(step=newest.step, tokenizer_sha256=newest.tokenizer.sha256, averaged_steps=chosen)
+    steps, sha256 = list(chosen), newest.tokenizer.sha256
+    meta = Meta(step=newest.step, tokenizer_sha256=sha256, averaged_steps=steps)
     with whole_or_nothing(output):
         start_writing(output, {"params": mean})()
         complete(output, newest.config, newest.tokenizer, meta)
-    return chosen
+        put_in_place(output)
+    return steps
 
 
-def _newest(root: Path, last: int) -> list[int]:
-    """The `last` newest steps, ascending."""
-    counted = counted_steps(root)
-    if not 1 <= last <= len(counted):
+def _newest(root: Path, last: int) -> dict[int, Path]:
+    """The `last` newest regular steps, ascending, and where they are."""
+    folders = counted(root)
+    regular = [step for step, folder in folders.items() if not read_meta(folder).interim]
+    if not 1 <= last <= len(regular):
         raise UserError(
-            f"{root}: cannot average the last {last}; there are {len(counted)}: {counted}; "
+            f"{root}: cannot average the last {last}; there are {len(regular)}: {regular}; "
             "ask for fewer, or train with a larger train.keep_last"
         )
-    return counted[-last:]
+    return {step: folders[step] for step in regular[-last:]}
+
+
+def _verified(folder: Path) -> Loaded:
+    verify(folder)
+    return read_checkpoint(folder)
 
 
 def _refuse_another(root: Path, loaded: Loaded, newest: Loaded) -> None:

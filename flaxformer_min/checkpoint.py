@@ -1,11 +1,12 @@
 """The checkpoints of a run: saved in the background, kept by rule, verified when read.
 
-What is in one of them is in checkpoint_directory.py. A checkpoint is whole or invisible: its
-manifest is written last, after Orbax's commit, and removed first. A directory without a manifest
-counts for nothing: it is not restored and not kept, and the next run in the workdir removes it.
+What is in one of them is in checkpoint_directory.py, and what makes one count in manifest.py. A
+save is written beside the others as STEP.partial; sealing it is the moment from which it is the
+checkpoint of its step, also if another one is still called STEP. All the rest is tidying up, which
+the next run in the workdir finishes if this one is killed.
 """
 
-import logging
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import multihost_utils
 
 from flaxformer_min.checkpoint_directory import (
     Loaded,
@@ -27,41 +29,53 @@ from flaxformer_min.checkpoint_directory import (
 )
 from flaxformer_min.config import Config
 from flaxformer_min.errors import UserError
-from flaxformer_min.manifest import CheckpointError, delete, is_sealed, verify
+from flaxformer_min.manifest import (
+    CheckpointError,
+    delete,
+    is_sealed,
+    put_in_place,
+    reported,
+    verify,
+)
+from flaxformer_min.retention import (
+    best_of,
+    counted_steps,
+    folder_of,
+    kept_steps,
+    metas_of,
+    newest_good,
+    scores_of,
+    tidy,
+)
+from flaxformer_min.stopping import Progress
 from flaxformer_min.tokenizer import Tokenizer
 
 FOLDER = "checkpoints"  # inside a workdir
+OVERHEAD = 1_000_000  # bytes, generously: what a checkpoint takes on the disk beside its arrays
 
-_log = logging.getLogger(__name__)
+_START = Progress()
 
 
 class Checkpoints:
     """What a training run writes to and resumes from; only one run at a time may hold a workdir.
 
-    After every save the `keep_last` newest remain and the `keep_best` with the highest validation
-    BLEU, `metrics["bleu"]["score"]`; of equal scores the later step is the better.
+    After every save the `train.keep_last` newest regular ones remain, the `train.keep_best` best by
+    `train.best_metric` (of equal scores the later), and the newest of all. Of several processes all
+    write arrays and all read; the first does everything else.
     """
 
-    def __init__(
-        self,
-        workdir: str | Path,
-        config: Config,
-        tokenizer: bytes,
-        *,
-        keep_last: int,
-        keep_best: int = 0,
-    ) -> None:
-        """Removes what interrupted saves left behind."""
+    def __init__(self, workdir: str | Path, config: Config, tokenizer: Tokenizer) -> None:
+        """Finishes or removes what an interrupted run left behind."""
         self._root = Path(workdir).absolute() / FOLDER
-        self._config, self._tokenizer = config, Tokenizer(tokenizer)
-        self._keep_last, self._keep_best = keep_last, keep_best
+        self._config, self._tokenizer = config, tokenizer
+        self._verified: int | None = None  # by latest_good; not hashed again when it is restored
         self._damaged: set[int] = set()  # known to be: neither kept for nor counted by retention
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        self._root.mkdir(parents=True, exist_ok=True)
-        for folder in _step_folders(self._root).values():
-            if not is_sealed(folder):
-                delete(folder)
+        if jax.process_index() == 0:
+            self._root.mkdir(parents=True, exist_ok=True)
+            tidy(self._root)
+        multihost_utils.sync_global_devices("checkpoints are tidy")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -70,7 +84,7 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending."""
+        """The steps that have a checkpoint, ascending; damaged ones too."""
         return counted_steps(self._root)
 
     def latest_good(self) -> int | None:
@@ -79,9 +93,13 @@ class Checkpoints:
         Damaged ones are passed by with a warning and left where they are until their step is saved
         again. Raises CheckpointError if there are checkpoints and all are damaged.
         """
-        good = newest_good(self._root)
+        self._verified = good = newest_good(self._root)
         self._damaged = {step for step in self.steps() if good is not None and step > good}
         return good
+
+    def meta(self, step: int) -> Meta:
+        """What was saved beside the state. Raises as `restore`."""
+        return read_meta(folder_of(self._root, step))
 
     def restore(self, step: int, like: Any) -> Any:
         """The state saved at `step`, as arrays with the dtypes and shardings of `like`.
@@ -91,29 +109,68 @@ class Checkpoints:
         damaged file; UserError for an unknown step, another format version, another tokenizer, or
         leaves that differ in name, shape or dtype.
         """
-        folder = _folder_of(self._root, step)
-        verify(folder)
+        folder = folder_of(self._root, step)
+        if step != self._verified:
+            verify(folder)
         if read_meta(folder).tokenizer_sha256 != self._tokenizer.sha256:
             raise UserError(f"{folder}: was trained with another tokenizer than this workdir's")
         return read_state(folder, like)
 
-    def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def require_space(self, state: Any) -> None:
+        """Raises UserError if the disk is too small for the checkpoints that are still to come.
+
+        Beside those that are kept there can be one of a stop and the one that is being written.
+        `state` is the state's pytree, of arrays or shapes; compression is left out of account.
+        """
+        train = self._config.train
+        arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        one = arrays + len(self._tokenizer.model_bytes) + OVERHEAD
+        saves = -(-train.steps // train.checkpoint_every)
+        count = min(train.keep_last + train.keep_best + 1, saves) + 1
+        count = max(count - len(self.steps()), 1)
+        if (free := shutil.disk_usage(self._root).free) < count * one:
+            raise UserError(
+                f"{self._root}: {_human(free)} are free and {_human(count * one)} needed, for "
+                f"{count} checkpoints: free some space, or lower train.keep_last "
+                f"({train.keep_last}) or train.keep_best ({train.keep_best})"
+            )
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        evaluation: Mapping[str, Any] | None = None,
+        progress: Progress = _START,
+        interim: bool = False,
+    ) -> None:
         """Copies the state to the host and returns; writing goes on in the background.
 
-        The state's buffers may be donated at once. `metrics`, JSON types only, are those of the
-        evaluation at this step. Waits for the save before this one and raises its error if it
-        failed. A checkpoint of the same step is replaced.
+        The state's buffers may be donated at once. `evaluation`, JSON types only, is the record of
+        the one at this step. An `interim` checkpoint is one off the regular steps, because the run
+        stops: it is gone as soon as there is a newer one. Waits for the save before this one and
+        raises its error if it failed. A checkpoint of the same step is replaced.
 
         Raises CheckpointError: not writable, or the state holds numbers that are not finite.
         """
         self.wait()
         _refuse_non_finite(state, step)
         folder = self._root / str(step)
-        meta = Meta(step=step, tokenizer_sha256=self._tokenizer.sha256, metrics=metrics)
+        meta = Meta(
+            step=step,
+            tokenizer_sha256=self._tokenizer.sha256,
+            evaluation=evaluation,
+            progress=progress,
+            interim=interim,
+        )
         with whole_or_nothing(folder):
-            delete(folder)
             written = start_writing(folder, state)
         self._pending = self._pool.submit(self._finish, folder, written, meta)
+
+    def raise_if_failed(self) -> None:
+        """Raises CheckpointError if the save in the background has failed; never waits for it."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
     def wait(self) -> None:
         """Returns when the last save is on the disk; raises CheckpointError if it failed."""
@@ -129,17 +186,24 @@ class Checkpoints:
             self._pool.shutdown()
 
     def _finish(self, folder: Path, written: Callable[[], None], meta: Meta) -> None:
-        """The background part. Of several processes all write arrays, the first does the rest."""
+        """The background part."""
         with whole_or_nothing(folder):
             written()
+            if jax.process_index() != 0:
+                return
             complete(folder, self._config, self._tokenizer, meta)
-        self._damaged.discard(meta.step)
-        scores = {
-            step: _score(self._root / str(step))
-            for step in self.steps()
-            if step not in self._damaged
-        }
-        for step in scores.keys() - kept_steps(scores, self._keep_last, self._keep_best):
+        with reported(folder, "saved, but an older one could not be removed"):
+            put_in_place(folder)
+            self._damaged.discard(meta.step)
+            self._retain()
+
+    def _retain(self) -> None:
+        """Deletes what the rule does not keep; what cannot be judged is left."""
+        train, metas = self._config.train, metas_of(self._root)
+        metas = {step: meta for step, meta in metas.items() if step not in self._damaged}
+        interim = [step for step, meta in metas.items() if meta.interim]
+        scores = scores_of(metas, train.best_metric)
+        for step in metas.keys() - kept_steps(scores, interim, train.keep_last, train.keep_best):
             delete(self._root / str(step))
 
 
@@ -147,7 +211,7 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
     """Config, tokenizer and weights of a workdir's checkpoint, or of one checkpoint directory.
 
     `step` picks among a workdir's: None is the newest good one (a damaged one is passed by with a
-    warning), "best" the one with the highest validation BLEU.
+    warning), "best" the one with the best evaluation by `train.best_metric` of the newest's config.
 
     Raises:
         UserError: nothing there, no such step, another format version; says what is there.
@@ -155,20 +219,19 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
     """
     directory = Path(directory).absolute()
     if is_sealed(directory):
+        verify(directory)
         loaded = read_checkpoint(directory)
         if step not in (None, loaded.step):
             raise UserError(f"{directory}: is one checkpoint, of step {loaded.step}, not {step}")
         return loaded
     root = checkpoints_of(directory)
     if step is None:
-        return read_checkpoint(root / str(newest_good(root)))
-    if step != "best":
-        return read_checkpoint(_folder_of(root, step))
-    scores = {step: _score(root / str(step)) for step in counted_steps(root)}
-    best = best_steps(scores, 1)
-    if not best:
-        raise UserError(f"{directory}: no checkpoint has a validation BLEU; steps: {list(scores)}")
-    return read_checkpoint(root / str(best[0]))
+        good = newest_good(root)
+        assert good is not None  # checkpoints_of has seen some
+        return read_checkpoint(folder_of(root, good))
+    folder = folder_of(root, best_of(root) if step == "best" else step)
+    verify(folder)
+    return read_checkpoint(folder)
 
 
 def checkpoints_of(workdir: Path) -> Path:
@@ -184,56 +247,11 @@ def checkpoints_of(workdir: Path) -> Path:
     return workdir / FOLDER
 
 
-def counted_steps(root: Path) -> list[int]:
-    """The steps of the checkpoints in a directory, ascending as numbers."""
-    return sorted(step for step, folder in _step_folders(root).items() if is_sealed(folder))
-
-
-def newest_good(root: Path) -> int | None:
-    """As `Checkpoints.latest_good`."""
-    steps = counted_steps(root)
-    for step in reversed(steps):
-        try:
-            verify(root / str(step))
-            return step
-        except CheckpointError as error:
-            _log.warning("%s; passed by", error)
-    if steps:
-        raise CheckpointError(f"{root}: no good checkpoint; damaged: {steps}")
-    return None
-
-
-def kept_steps(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:
-    """The `last` newest of the steps and the `best` with the highest scores."""
-    assert last > 0
-    return {*sorted(scores)[-last:], *best_steps(scores, best)}
-
-
-def best_steps(scores: Mapping[int, float | None], count: int) -> list[int]:
-    """At most `count` of the steps that have a score, best first; of equal scores the later."""
-    scored = [(score, step) for step, score in scores.items() if score is not None]
-    return [step for _, step in sorted(scored, reverse=True)[:count]]
-
-
-def _step_folders(root: Path) -> dict[int, Path]:
-    """Directories whose names are step numbers; nothing else in there is ours."""
-    folders = [path for path in root.glob("*") if path.is_dir() and path.name.isdecimal()]
-    return {int(path.name): path for path in folders if path.name == str(int(path.name))}
-
-
-def _folder_of(root: Path, step: int) -> Path:
-    steps = counted_steps(root)
-    if step not in steps:
-        raise UserError(f"{root}: no checkpoint of step {step}; steps there: {steps}")
-    return root / str(step)
-
-
-def _score(folder: Path) -> float | None:
-    """The checkpoint's validation BLEU; None without an evaluation, or if it cannot be known."""
-    try:
-        return ((read_meta(folder).metrics or {}).get("bleu") or {}).get("score")
-    except (CheckpointError, UserError):
-        return None
+def _human(size: int | float) -> str:
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.4g} {units[0]}"
 
 
 _all_finite = jax.jit(lambda leaf: jnp.isfinite(leaf).all())  # one small program per shape

@@ -3,10 +3,11 @@
     arrays/          the state, written by Orbax: "params" and, in a run's own, "rest"
     config.json      the whole config of the run
     tokenizer.model  its SentencePiece model
-    meta.json        step, metrics, the tokenizer's SHA-256, versions of packages
+    meta.json        step, evaluation, progress, the tokenizer's SHA-256, versions of packages
     manifest.json    format version, then size and SHA-256 of every file above
 
-Hashes are checked before any parser sees a file, and no file can run code.
+Who reads one calls `manifest.verify` first: hashes are checked before any parser sees a file, and
+no file can run code. It is written under the name NAME.partial (manifest.py).
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
-import shutil
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from orbax.checkpoint import v1 as ocp
 
 from flaxformer_min.config import Config, config_from_json, config_to_json
 from flaxformer_min.errors import UserError
-from flaxformer_min.manifest import CheckpointError, seal, verify
+from flaxformer_min.manifest import CheckpointError, delete, partial, reported, seal, verify
+from flaxformer_min.stopping import Progress
 from flaxformer_min.tokenizer import Tokenizer
 
 ARRAYS, CONFIG, TOKENIZER, META = "arrays", "config.json", "tokenizer.model", "meta.json"
@@ -45,9 +46,26 @@ class Meta:
 
     step: int
     tokenizer_sha256: str
-    metrics: Mapping[str, Any] | None = None  # of the evaluation at this step, if there was one
+    evaluation: Mapping[str, Any] | None = None  # its record, if there was one at this step
+    # Of the evaluations up to this step.
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    interim: bool = False  # saved between the regular steps, because a run was stopped
     averaged_steps: list[int] | None = None  # of an average
     packages: Mapping[str, str] = dataclasses.field(default_factory=_versions)
+
+
+META_TYPES = {
+    "step": int,
+    "tokenizer_sha256": str,
+    "evaluation": dict | None,
+    "progress": dict,
+    "best_score": int | float | None,
+    "best_step": int | None,
+    "evaluations_since": int,
+    "interim": bool,
+    "averaged_steps": list | None,
+    "packages": dict,
+}
 
 
 class Loaded(NamedTuple):
@@ -60,64 +78,74 @@ class Loaded(NamedTuple):
 
 
 def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
-    """Makes the directory, copies the arrays to the host and lets Orbax write in the background.
+    """Copies the arrays to the host and lets Orbax write `partial(folder)` in the background.
 
     `tree` is a state, or {"params": params}. Its buffers may be donated when this returns. The
-    result waits until all is written, and raises what went wrong.
+    result waits until all is written, and raises what went wrong. Called by every process.
     """
-    folder.mkdir(parents=True)
+    unfinished = partial(folder)
+    if jax.process_index() == 0:
+        delete(unfinished)
+        unfinished.mkdir(parents=True)
     context = ocp.Context()
     # What Orbax cannot make in the background it waits for until a timeout of 20 minutes.
     context.asynchronous.create_directories_asynchronously = False
+    # Readers here always say how to shard. On a full disk this file is still being written when the
+    # error is raised, so that it would outlive the cleaning up.
+    context.array.saving.enable_write_sharding_file = False
     with context:
-        return ocp.save_checkpointables_async(str(folder / ARRAYS), _parts(tree)).result
+        return ocp.save_checkpointables_async(str(unfinished / ARRAYS), _parts(tree)).result
 
 
 def complete(folder: Path, config: Config, tokenizer: Tokenizer, meta: Meta) -> None:
     """Adds all but the arrays; the checkpoint counts when this returns."""
-    (folder / CONFIG).write_text(config_to_json(config), encoding="utf-8")
-    (folder / TOKENIZER).write_bytes(tokenizer.model_bytes)
-    (folder / META).write_text(json.dumps(dataclasses.asdict(meta), indent=2), encoding="utf-8")
-    seal(folder)
+    unfinished = partial(folder)
+    (unfinished / CONFIG).write_text(config_to_json(config), encoding="utf-8")
+    (unfinished / TOKENIZER).write_bytes(tokenizer.model_bytes)
+    content = dataclasses.asdict(meta) | {"progress": meta.progress._asdict()}
+    (unfinished / META).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    seal(unfinished)
 
 
 @contextlib.contextmanager
 def whole_or_nothing(folder: Path) -> Generator[None, None, None]:
-    """Removes the directory if writing it fails; raises CheckpointError naming it and the cause."""
+    """Leaves no partial directory if writing fails; raises CheckpointError with the cause."""
     try:
-        yield
-    except Exception as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        raise CheckpointError(f"{folder}: not saved: {reason}") from error
+        with reported(folder, "not saved"):
+            yield
+    except CheckpointError:
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                delete(partial(folder))
+        raise
 
 
 def read_meta(folder: Path) -> Meta:
     """Reads meta.json, verifying no other file. Raises what `verify` raises."""
     verify(folder, [META])
-    return Meta(**json.loads((folder / META).read_bytes()))
+    return _parse_meta(folder / META)
+
+
+def read_config(folder: Path) -> Config:
+    """Reads config.json, unverified. Raises UserError if this program does not know such a one."""
+    try:
+        return config_from_json((folder / CONFIG).read_text(encoding="utf-8"))
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def read_checkpoint(folder: Path) -> Loaded:
-    """Verifies and reads one checkpoint, without its optimizer state.
+    """Reads one checkpoint, unverified, without its optimizer state.
 
-    Raises CheckpointError naming a damaged file, UserError for another format version or a config
-    that this version of the program does not know.
+    Raises UserError for a config that this version of the program does not know.
     """
-    verify(folder)
-    try:
-        config = config_from_json((folder / CONFIG).read_text(encoding="utf-8"))
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
-    tokenizer = Tokenizer((folder / TOKENIZER).read_bytes())
-    stored = _stored(folder)["params"]
+    config, meta = read_config(folder), _parse_meta(folder / META)
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    stored = _stored(folder).get("params", {})
     like = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
-    params = ocp.load_checkpointables(str(folder / ARRAYS), {"params": like})["params"]
+    params = _load(folder, {"params": like})["params"]
     tree = _nested({name: np.asarray(leaf, np.float32) for name, leaf in params.items()})
-    return Loaded(config, tokenizer, tree["params"], read_meta(folder).step)
+    return Loaded(config, tokenizer, tree["params"], meta.step)
 
 
 def read_state(folder: Path, like: Any) -> Any:
@@ -132,7 +160,7 @@ def read_state(folder: Path, like: Any) -> Any:
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), wanted
     )
-    parts = ocp.load_checkpointables(str(folder / ARRAYS), abstract)
+    parts = _load(folder, abstract)
     leaves = {name: leaf for part in parts.values() for name, leaf in part.items()}
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in named_leaves(like)])
 
@@ -182,4 +210,22 @@ def _parts(tree: Any) -> dict[str, dict[str, Any]]:
 
 def _stored(folder: Path) -> dict[str, Any]:
     """By part and name, leaves with shape and dtype."""
-    return ocp.checkpointables_metadata(str(folder / ARRAYS)).metadata
+    with reported(folder / ARRAYS, "cannot be read"):
+        parts = ocp.checkpointables_metadata(str(folder / ARRAYS)).metadata
+        if None in parts.values():  # Orbax logs the reason
+            raise ValueError("another version's, or damaged before the manifest was written")
+        return parts
+
+
+def _load(folder: Path, like: Any) -> Any:
+    with reported(folder / ARRAYS, "cannot be read"):
+        return ocp.load_checkpointables(str(folder / ARRAYS), like)
+
+
+def _parse_meta(path: Path) -> Meta:
+    with reported(path, "damaged"):
+        content = json.loads(path.read_bytes())
+        for name, value in {**content, **content["progress"]}.items():
+            if not isinstance(value, META_TYPES[name]):
+                raise TypeError(f"{name} is {value!r:.80}")
+        return Meta(**content | {"progress": Progress(**content["progress"])})

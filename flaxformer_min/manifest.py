@@ -1,26 +1,52 @@
-"""The manifest that makes a directory count: size and SHA-256 of every file, written last."""
+"""When a directory counts, and whether its bytes are what was written.
 
+    NAME           whole; a file of it that is missing or changed is damage
+    NAME.partial   being written; with a manifest in it, which is written last, it is whole as well
+    NAME.deleted   on its way out, whatever is in it
+
+A name changes in one step of the file system, so a kill at any moment leaves one of these.
+"""
+
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from flaxformer_min.errors import UserError
 
-FORMAT = 1  # of a checkpoint directory; described in checkpoint.py
-MANIFEST = "manifest.json"
+FORMAT = 2  # of a checkpoint directory; described in checkpoint_directory.py
+MANIFEST, PARTIAL, DELETED = "manifest.json", ".partial", ".deleted"
 
 
 class CheckpointError(Exception):
     """A checkpoint is damaged or could not be written; the text is one line naming the file."""
 
 
+@contextlib.contextmanager
+def reported(path: Path, what: str) -> Generator[None, None, None]:
+    """Any error within becomes a CheckpointError that names the path and the first cause."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        raise CheckpointError(f"{path}: {what}: {reason}") from error
+
+
+def partial(folder: Path) -> Path:
+    """The name under which a directory is written."""
+    return folder.with_name(folder.name + PARTIAL)
+
+
 def seal(folder: Path) -> None:
-    """Writes the manifest of what the directory holds; the directory counts when this returns.
+    """Writes the manifest: size and SHA-256 of every file; the directory counts from then on.
 
     Everything is flushed to the disk before the manifest is, and the manifest before returning.
     """
@@ -29,11 +55,12 @@ def seal(folder: Path) -> None:
     files = {
         path.relative_to(folder).as_posix(): _fingerprint(path) for path in paths if path.is_file()
     }
-    partial = folder / f"{MANIFEST}.partial"
-    manifest = {"format": FORMAT, "files": files, "sha256": _digest(files)}
-    partial.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    _flush(partial)
-    partial.replace(folder / MANIFEST)
+    manifest: dict[str, Any] = {"format": FORMAT, "files": files}
+    manifest["sha256"] = _digest(manifest)
+    unfinished = folder / (MANIFEST + PARTIAL)
+    unfinished.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    _flush(unfinished)
+    unfinished.replace(folder / MANIFEST)
     _flush(folder)
 
 
@@ -42,12 +69,22 @@ def is_sealed(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def put_in_place(folder: Path) -> None:
+    """Gives a sealed partial directory its name; the one that had the name is deleted."""
+    delete(folder)
+    partial(folder).rename(folder)
+    _flush(folder.parent)
+
+
 def delete(folder: Path) -> None:
-    """Removes a directory, its manifest first: wherever this is interrupted, no half counts."""
+    """Removes a directory, if it is there; the first step makes it count for nothing."""
     if folder.exists():
-        (folder / MANIFEST).unlink(missing_ok=True)
-        _flush(folder)
-        shutil.rmtree(folder)
+        doomed = folder.with_name(folder.name + DELETED)
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        folder.rename(doomed)
+        _flush(folder.parent)
+        shutil.rmtree(doomed)
 
 
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
@@ -58,27 +95,27 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
+        if manifest.pop("sha256") != _digest(manifest):
+            raise ValueError("it is not what was written")
         if (version := manifest["format"]) != FORMAT:
             raise UserError(f"{folder}: checkpoint format {version!r}; this program reads {FORMAT}")
         files = manifest["files"]
-        if manifest["sha256"] != _digest(files):
-            raise ValueError("its list of files is not what was written")
-        wanted = {name: files[name] for name in (files if names is None else names)}
+        wanted = {name: dict(files[name]) for name in (files if names is None else names)}
     except OSError as error:
         raise CheckpointError(f"{path}: damaged: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged: not a manifest") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged: no manifest of format {FORMAT}") from error
     for name, written in wanted.items():
         _verify_file(folder / name, written)
 
 
-def _verify_file(path: Path, written: Any) -> None:
+def _verify_file(path: Path, written: dict[str, Any]) -> None:
     try:
         found = _fingerprint(path)
     except OSError as error:
         raise CheckpointError(f"{path}: damaged: {error.strerror}") from error
-    if found["size"] != written["size"]:
-        raise CheckpointError(f"{path}: damaged: {found['size']} bytes, was {written['size']}")
+    if found["size"] != written.get("size"):
+        raise CheckpointError(f"{path}: damaged: {found['size']} bytes, was {written.get('size')}")
     if found != written:
         raise CheckpointError(f"{path}: damaged: its content is not what was saved")
 
@@ -89,9 +126,9 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"size": file.tell(), "sha256": digest}
 
 
-def _digest(files: dict[str, Any]) -> str:
-    """Of the manifest's own list, so that damage to it is not laid to the files it names."""
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+def _digest(manifest: dict[str, Any]) -> str:
+    """Of all else in a manifest, whatever its format: damage to it is not laid to other files."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(*paths: Path) -> None:

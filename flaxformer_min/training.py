@@ -36,13 +36,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
         check_rows(config, mesh)
         claim(workdir, config)
         data = prepare_data(config, workdir)
-        with Checkpoints(
-            workdir,
-            config,
-            data.tokenizer.model_bytes,
-            keep_last=config.train.keep_last,
-            keep_best=config.train.keep_best,
-        ) as checkpoints:
+        with Checkpoints(workdir, config, data.tokenizer) as checkpoints:
             start, steps = checkpoints.latest_good() or 0, config.train.steps
             if start >= steps:
                 print(f"{workdir} is finished, at step {start}; nothing to do", file=sys.stderr)
@@ -122,7 +116,7 @@ class Trainer:
                 last = done or stop.requested
                 if step > start and (last or step % train.checkpoint_every == 0):
                     log.flush()
-                    checkpoints.save(state, step, record)
+                    checkpoints.save(state, step, evaluation=record)
                     log.restart_clock()
                 if last:
                     return step

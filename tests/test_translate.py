@@ -242,7 +242,7 @@ def test_new_weights_and_more_lines_compile_nothing_new(tokenizer):
 
 def test_a_saved_checkpoint_translates_as_the_live_weights(translator, tmp_path):
     tokenizer = translator.tokenizer
-    with Checkpoints(tmp_path, CONFIG, tokenizer.model_bytes, keep_last=1) as checkpoints:
+    with Checkpoints(tmp_path, CONFIG, tokenizer) as checkpoints:
         checkpoints.save({"params": translator.params}, 7)
     loaded = Translator.load(tmp_path)
     lines = sentences(5, seed=8)

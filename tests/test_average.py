@@ -1,0 +1,89 @@
+"""An average is the float32 mean of a run's newest regular checkpoints, and whole or not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_checkpoints import (
+    CONFIG,
+    OTHER_TOKENIZER,
+    TOKENIZER,
+    assert_same_bits,
+    flip_a_bit,
+    make_state,
+    opened,
+    saved,
+)
+
+from flaxformer_min import average as room
+from flaxformer_min.average import average
+from flaxformer_min.checkpoint import load_for_inference
+from flaxformer_min.checkpoint_directory import read_meta
+from flaxformer_min.errors import UserError
+from flaxformer_min.manifest import CheckpointError
+
+
+def test_an_average_is_the_float32_mean_of_the_last_by_step_number(tmp_path):
+    steps = [10000, 800, 1000, 900]  # neither the order of time nor that of text
+    saved(tmp_path / "run", *steps)
+    assert average(tmp_path / "run", tmp_path / "mean", last=3) == [900, 1000, 10000]
+    loaded = load_for_inference(tmp_path / "mean")
+    trees = [make_state(step).params for step in (900, 1000, 10000)]
+    mean = jax.tree.map(lambda *leaves: np.stack(leaves).mean(0, dtype=np.float32), *trees)
+    assert_same_bits(loaded.params, mean)
+    assert (loaded.step, loaded.config) == (10000, CONFIG)
+    assert loaded.tokenizer.model_bytes == TOKENIZER.model_bytes
+    assert read_meta(tmp_path / "mean").averaged_steps == [900, 1000, 10000]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mean", "run"]
+
+
+def test_a_checkpoint_that_is_there_because_a_run_was_stopped_is_passed_by(tmp_path):
+    saved(tmp_path / "run", 5, 7)
+    with opened(tmp_path / "run") as checkpoints:
+        checkpoints.save(make_state(8), 8, interim=True)
+    assert average(tmp_path / "run", tmp_path / "mean", last=2) == [5, 7]
+    with pytest.raises(UserError, match=r"cannot average the last 3; there are 2: \[5, 7\]"):
+        average(tmp_path / "run", tmp_path / "more", last=3)
+
+
+def test_an_average_refuses_what_does_not_belong_together(tmp_path):
+    run, mean = tmp_path / "run", tmp_path / "mean"
+    saved(run, 5, 11)
+    with pytest.raises(UserError, match=r"cannot average the last 3; there are 2: \[5, 11\]"):
+        average(run, mean, last=3)
+    with pytest.raises(UserError, match="is there already"):
+        average(run, run, last=2)
+    saved(run, 17, tokenizer=OTHER_TOKENIZER)
+    with pytest.raises(UserError, match="steps 11 and 17 have different tokenizers"):
+        average(run, mean, last=2)
+    with opened(run) as checkpoints:
+        state = make_state(17)
+        checkpoints.save(state._replace(params={**state.params, "bias": jnp.ones(4)}), 17)
+    with pytest.raises(UserError, match=r"different shapes: bias is float32\[3\]"):
+        average(run, mean, last=2)
+    assert not mean.exists()
+
+
+def test_a_damaged_one_among_them_is_named_and_nothing_written(tmp_path):
+    root = saved(tmp_path / "run", 5, 11)
+    damaged = root / "5" / "tokenizer.model"
+    flip_a_bit(damaged)
+    with pytest.raises(CheckpointError, match=f"^{damaged}: damaged"):
+        average(tmp_path / "run", tmp_path / "mean", last=2)
+    assert not (tmp_path / "mean").exists()
+
+
+def test_an_average_that_is_killed_half_way_is_not_there_and_can_be_made_again(
+    tmp_path, monkeypatch
+):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    saved(tmp_path / "run", 5, 11)
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "complete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            average(tmp_path / "run", tmp_path / "mean", last=2)
+    assert not (tmp_path / "mean").exists()
+    assert average(tmp_path / "run", tmp_path / "mean", last=2) == [5, 11]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mean", "run"]
