@@ -34,7 +34,7 @@ def damage(folder: Path, short: bool, seed: int) -> Tally:
     whole = reference(folder, size(short))
     run = Run(folder / "damaged", folder, whole.size)
     shutil.copytree(whole.workdir, run.workdir)
-    newest = run.checkpoints / str(run.newest)
+    newest = run.newest_folder
     files = sorted(path for path in newest.rglob("*") if path.is_file())
     full = [path for path in files if path.stat().st_size > 0]
     reader = _Reader(folder, run)
@@ -76,7 +76,7 @@ class _Reader:
             path.write_bytes(content)
 
     def _asked_for(self, path: Path) -> list[str]:
-        folder = self._run.checkpoints / str(self._newest)
+        folder = self._run.newest_folder
         try:
             load_for_inference(folder)
         except CheckpointError as error:

@@ -46,7 +46,7 @@ def disk(folder: Path, short: bool, seed: int) -> Tally:
 
 def _begin(start: Start) -> None:
     """Two checkpoints that can be lost."""
-    start.wait_until(lambda: len(start.run.steps) == 2)
+    start.wait_until(lambda: len(start.run.counted()) == 2)
     start.kill()
 
 
@@ -55,7 +55,7 @@ def _starve(start: Start, small: Path | None, draw: random.Random) -> None:
     run = start.run
     goal = start.begun + draw.randint(0, 2 * run.size.checkpoint_every)
     start.wait_until(lambda: run.last_step() >= goal)
-    sizes = [path.stat().st_size for path in (run.checkpoints / str(run.newest)).rglob("*")]
+    sizes = [path.stat().st_size for path in (run.newest_folder).rglob("*")]
     if small:
         left = draw.uniform(0, 0.8) * sum(sizes)
         while start.process.poll() is None:
@@ -87,10 +87,10 @@ def _checked(start: Start, before: int) -> list[str]:
         problems.append(f"step {before} was lost, the newest is {run.newest}")
     if run.last_step() > run.newest + 2 * run.size.checkpoint_every:
         problems.append(f"step {run.last_step()} was reached, the newest is {run.newest}")
-    if left := run.unsealed():
+    if left := run.unfinished():
         problems.append(f"left unfinished: {left}")
     for step in re.findall(r"checkpoints/(\d+)\S*: not saved", output):
-        if int(step) in run.steps:
+        if int(step) in run.counted():
             problems.append(f"step {step} is there, but said not to be saved")
     if (resumed := re.search(r"resuming from step (\d+)", output)) and int(resumed[1]) != before:
         problems.append(f"resumed from step {resumed[1]}, not {before}")

@@ -62,7 +62,7 @@ def _mutated(
     elif how == "workdir":
         shutil.copytree(whole.workdir, to, ignore=shutil.ignore_patterns("compiled", "tensorboard"))
     else:
-        shutil.copytree(whole.checkpoints / str(whole.newest), to)
+        shutil.copytree(whole.newest_folder, to)
     files = [to / name for name in OURS[how]] if how in OURS else sorted(to.rglob("*"))
     file = draw.choice([path for path in files if path.is_file() and path.stat().st_size])
     before = after = file.read_bytes()

@@ -121,7 +121,7 @@ def _cut_programs(folder: Path, run: Run, draw: random.Random) -> list[str]:
     """A kill may leave half a compiled program in the cache: it must do no harm."""
     cut = Run(folder / "cut", folder, run.size)
     shutil.copytree(run.workdir, cut.workdir)
-    shutil.rmtree(cut.checkpoints / str(cut.newest))
+    shutil.rmtree(cut.newest_folder)
     for path in (cut.workdir / "compiled").iterdir():
         path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
     start = cut.finish()

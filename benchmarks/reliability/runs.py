@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from flaxformer_min.checkpoint import counted_steps
 from flaxformer_min.checkpoint_directory import named_leaves
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config
-from flaxformer_min.manifest import CheckpointError, is_sealed, verify
+from flaxformer_min.manifest import CheckpointError, verify
+from flaxformer_min.retention import counted
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILE = ROOT / "tests" / "tiny_config.py"
@@ -128,20 +128,23 @@ class Run:
     def checkpoints(self) -> Path:
         return self.workdir / "checkpoints"
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps of the checkpoints that count."""
-        return counted_steps(self.checkpoints)
+    def counted(self) -> dict[int, Path]:
+        """The checkpoints that count, by step, ascending."""
+        return counted(self.checkpoints)
 
     @property
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 if there is none."""
-        return max(self.steps, default=0)
+        return max(self.counted(), default=0)
 
-    def unsealed(self) -> list[str]:
+    @property
+    def newest_folder(self) -> Path:
+        return self.counted()[self.newest]
+
+    def unfinished(self) -> list[str]:
         """What is among the checkpoints and is none."""
         entries = self.checkpoints.iterdir() if self.checkpoints.exists() else ()
-        return [path.name for path in entries if not is_sealed(path)]
+        return sorted(path.name for path in {*entries} - {*self.counted().values()})
 
     def log(self, last: int | None = None) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl, or of its last bytes."""
@@ -161,16 +164,16 @@ class Run:
     def damaged(self) -> list[str]:
         """The problems of the checkpoints that count."""
         problems = []
-        for step in self.steps:
+        for folder in self.counted().values():
             try:
-                verify(self.checkpoints / str(step))
+                verify(folder)
             except CheckpointError as error:
                 problems.append(f"unreadable: {error}")
         return problems
 
     def leaves_hash(self) -> str:
         """Of the newest checkpoint."""
-        return leaves_hash(self.checkpoints / str(self.newest))
+        return leaves_hash(self.newest_folder)
 
 
 class Start:
@@ -214,16 +217,15 @@ class Start:
 
     def phase(self) -> str:
         """Where the program is, by the traces it leaves; also where one was when it was killed."""
-        if self._stamp("config.json") == self._config:
-            return "starting"
         if self._stamp("corpus.json") == self._corpus:
-            return "opening the corpus" if self.begun else "preparing"
+            fresh = not self.begun and self._stamp("config.json") != self._config
+            return "preparing" if fresh else "starting"
         if self.begun and self._stamp("metrics.jsonl") == self._log:
             return "restoring"
         last = self.run.last_step()
         if last <= self.begun:
             return "compiling" if self.cold else "loading programs"
-        if self.run.unsealed():
+        if self.run.unfinished():
             return "saving"
         due = last % self.run.size.evaluate_every == 0
         if due and not any("bleu" in line for line in self.run.log(4096) if line["step"] == last):

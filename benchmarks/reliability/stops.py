@@ -84,7 +84,7 @@ def _saved(start: Start) -> list[str]:
         problems.append(f"newest checkpoint is {run.newest}, last step {run.last_step()}")
     if run.newest <= start.begun:
         problems.append(f"no step since {start.begun}")
-    if left := run.unsealed():
+    if left := run.unfinished():
         problems.append(f"left unfinished: {left}")
     if children := start.children_left():
         problems.append(f"processes left: {children}")
