@@ -1,25 +1,36 @@
-"""Pairs of lines to token ids on disk: filtered, counted, memory-mapped, written once."""
+"""Pairs of lines to token ids on disk: filtered, counted, memory-mapped, written once.
+
+CACHE/DIGEST/    of text, tokenizer and limits; it has its name once it is complete
+  ids            uint16 or int32: source, target, source, target ...
+  lengths        int32 [N, 2], of each side with its EOS
+  report.json    what was read, kept, dropped and cut
+  manifest.json  size and SHA-256 of the three: where they differ, all is written again
+"""
 
 import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
+from flaxformer_min.manifest import CheckpointError, seal, verify
 from flaxformer_min.parallel import PairSource, open_sources
 from flaxformer_min.tokenizer import Tokenizer
 
 PAIRS_AT_ONCE = 4096  # bounds memory; SentencePiece is fastest on many lines
-LAYOUT = 1  # of the cached files; it is part of their key
+LAYOUT = 2  # of the cached files; it is part of their key
+
+_log = logging.getLogger(__name__)
 
 
 class EncodedCorpus:
@@ -63,24 +74,28 @@ def prepare_split(
     *,
     keep_all: bool = False,
 ) -> tuple[EncodedCorpus, dict[str, Any]]:
-    """Encodes a split, or opens it where `cache_dir` has it from an earlier run.
+    """Encodes a split, or opens it where `cache_dir` has it from an earlier run, unchanged.
 
     Training pairs with a blank side, or one longer than `config.max_length`, are dropped. With
     `keep_all` (validation, test) no pair is: a side too long is cut and still ends in EOS.
     The report is plain JSON: a digest of text, tokenizer and limits, the pairs kept, and per source
-    what was read, kept, dropped and cut, the longest sides and the share of unknown pieces.
-    Raises UserError where no pair is left.
+    what was read, kept, dropped and cut; of each side the longest, the pieces and the share of them
+    that is unknown.
+    Raises UserError where no pair is left, or the cache cannot be written.
     """
     sources = open_sources(config, names)
     limit = config.max_length
     decides = [LAYOUT, [s.digest for s in sources], tokenizer.sha256, limit, keep_all]
     folder = Path(cache_dir) / hashlib.sha256(json.dumps(decides).encode()).hexdigest()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / "lock", "w") as lock:  # the system lets go of it if we are killed
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            _write(folder, sources, tokenizer, limit, keep_all)
-    report = json.loads((folder / "report.json").read_text())
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.parent / "lock", "w") as lock:  # the system lets go of it if we are killed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_whole(folder):
+                _write(folder, sources, tokenizer, limit, keep_all)
+        report = json.loads((folder / "report.json").read_bytes())
+    except OSError as error:
+        raise UserError(f"{cache_dir}: cannot keep the token ids here: {error.strerror}") from error
     for source, counts in zip(sources, report["sources"], strict=True):
         counts["name"] = source.name  # the same text may have been read under another name
     if not report["kept"]:
@@ -88,29 +103,64 @@ def prepare_split(
     return EncodedCorpus(folder, _dtype(tokenizer)), {"digest": folder.name, **report}
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether a split is there as it was written; a damaged one is deleted, with a warning."""
+    if not folder.exists():
+        return False
+    try:
+        verify(folder)
+        return True
+    except (CheckpointError, UserError) as error:
+        _log.warning("%s; the corpus is encoded again", error)
+        shutil.rmtree(folder)
+        return False
+
+
 def _write(
     folder: Path, sources: list[PairSource], tokenizer: Tokenizer, limit: int, keep_all: bool
 ) -> None:
-    """Writes `ids`, `lengths` and `report.json`; the folder gets its name when complete."""
+    """Writes a split under another name and gives it its own when complete; all or nothing."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
-    reports = []
-    with open(partial / "ids", "wb") as ids_file, open(partial / "lengths", "wb") as lengths_file:
-        for source in sources:
-            report, unknown = _new_report(), 0
-            for block in _blocks(source):
-                sides = _encode(block, tokenizer, limit, keep_all, report)
-                ids = np.array([i for side in sides for i in side], _dtype(tokenizer))
-                report["pieces"] += len(ids)
-                unknown += int((ids == tokenizer.unk_id).sum())
-                ids_file.write(ids.tobytes())
-                lengths_file.write(np.array([len(side) for side in sides], np.int32).tobytes())
-            report["unknown_piece_rate"] = unknown / max(1, report["pieces"])
-            reports.append(report)
-    kept = sum(report["kept"] for report in reports)
-    (partial / "report.json").write_text(json.dumps({"kept": kept, "sources": reports}))
-    partial.rename(folder)
+    try:
+        partial.mkdir()
+        with open(partial / "ids", "wb") as ids, open(partial / "lengths", "wb") as lengths:
+            reports = [
+                _write_source(source, ids, lengths, tokenizer, limit, keep_all)
+                for source in sources
+            ]
+        kept = sum(report["kept"] for report in reports)
+        (partial / "report.json").write_text(json.dumps({"kept": kept, "sources": reports}))
+        seal(partial)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_source(
+    source: PairSource,
+    ids_file: BinaryIO,
+    lengths_file: BinaryIO,
+    tokenizer: Tokenizer,
+    limit: int,
+    keep_all: bool,
+) -> dict[str, Any]:
+    """Appends one source to both files; returns what became of it."""
+    report, pieces, unknown = _new_report(), np.zeros(2, int), np.zeros(2, int)
+    for block in _blocks(source):
+        sides = _encode(block, tokenizer, limit, keep_all, report)
+        lengths = np.fromiter(map(len, sides), np.int32, len(sides))
+        flat = itertools.chain.from_iterable(sides)
+        ids = np.fromiter(flat, _dtype(tokenizer), lengths.sum())
+        pieces += lengths.reshape(-1, 2).sum(axis=0)
+        side = np.repeat(np.arange(len(sides)) % 2, lengths)
+        unknown += np.bincount(side[ids == tokenizer.unk_id], minlength=2)
+        ids_file.write(ids.tobytes())
+        lengths_file.write(lengths.tobytes())
+    report["pieces"] = pieces.tolist()
+    report["unknown_piece_rate"] = (unknown / np.maximum(pieces, 1)).tolist()
+    return report
 
 
 def _new_report() -> dict[str, Any]:
@@ -120,8 +170,8 @@ def _new_report() -> dict[str, Any]:
         "dropped": {"blank": 0, "too_long": 0},
         "cut": 0,  # kept, but not whole
         "longest": [0, 0],  # source and target as read, in tokens with EOS
-        "pieces": 0,  # of the kept pairs, EOS counted
-        "unknown_piece_rate": 0.0,
+        "pieces": [0, 0],  # of the kept pairs, EOS counted
+        "unknown_piece_rate": [0.0, 0.0],
     }
 
 

@@ -4,7 +4,9 @@ import hashlib
 import io
 import random
 import re
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -16,6 +18,15 @@ from flaxformer_min.errors import UserError
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # of every model trained here
 LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
 
+# SentencePiece is C++: what a malformed model breaks may be the interpreter.
+_TRIAL = """
+import sys, sentencepiece
+model = sentencepiece.SentencePieceProcessor(model_proto=sys.stdin.buffer.read())
+ids = list(range(model.get_piece_size()))
+model.encode([model.id_to_piece(i) for i in ids])
+model.decode(ids)
+"""
+
 
 class Tokenizer:
     """A SentencePiece model and the four special ids, which are all different.
@@ -26,7 +37,10 @@ class Tokenizer:
     """
 
     def __init__(self, model_bytes: bytes) -> None:
-        """Raises UserError where the bytes are no SentencePiece model."""
+        """From bytes that are known to be what this program wrote; others go through `load`.
+
+        Raises UserError where they are no SentencePiece model.
+        """
         self.model_bytes = model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()
         self._processor = _processor(model_bytes)
@@ -36,13 +50,21 @@ class Tokenizer:
         self.pad_id = self._own_or_added(self._processor.pad_id(), "<pad>")
         self.bos_id = self._own_or_added(self._processor.bos_id(), "<s>")
         self.eos_id = self._own_or_added(self._processor.eos_id(), "</s>")
-        self.never_generated = self._never_generated()
+        try:
+            self.never_generated = self._never_generated()
+        except UnicodeDecodeError:
+            raise UserError("damaged: a piece of the model is not UTF-8") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a model file; raises UserError naming it where it is missing or malformed."""
+        """Reads anybody's model file, which is tried in another process first.
+
+        Raises UserError naming the file where it is missing or malformed.
+        """
         try:
-            return cls(Path(path).read_bytes())
+            model_bytes = Path(path).read_bytes()
+            _try_elsewhere(model_bytes)
+            return cls(model_bytes)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give a SentencePiece model file") from None
         except UserError as error:
@@ -122,7 +144,7 @@ def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(_sample(lines, config.tokenizer_max_lines, config.seed)),
+            sentence_iterator=_emptied(_sample(lines, config.tokenizer_max_lines, config.seed)),
             model_writer=model,
             model_type="bpe",
             vocab_size=config.vocab_size,
@@ -159,6 +181,13 @@ def _sample(lines: Iterable[str], size: int, seed: int) -> list[str]:
     return kept
 
 
+def _emptied(lines: list[str]) -> Iterator[str]:
+    """The lines in order, each let go of as it is handed over: SentencePiece keeps a copy."""
+    lines.reverse()
+    while lines:
+        yield lines.pop()
+
+
 def _training_error(message: str, asked: int) -> UserError | RuntimeError:
     """SentencePiece's message as ours; what is not the user's mistake stays a RuntimeError."""
     if found := re.search(r"Vocabulary size too high .* <= (\d+)", message):
@@ -171,12 +200,22 @@ def _training_error(message: str, asked: int) -> UserError | RuntimeError:
             f"at least {found[1]}, or lower data.character_coverage"
         )
     if "sentences_.empty()" in message:
-        return UserError("data.train: no line to train a tokenizer on")
+        return UserError(
+            "data.train: no line to train a tokenizer on; "
+            f"one is needed of 1 to {LONGEST_TRAINING_LINE} bytes"
+        )
     return RuntimeError(message)
 
 
 def _breaks_line(piece: str, is_byte: bool) -> bool:
     return "\n" in piece or "\r" in piece or (is_byte and piece in ("<0x0A>", "<0x0D>"))
+
+
+def _try_elsewhere(model_bytes: bytes) -> None:
+    """Raises UserError where loading and using a model fails, be it by a crash."""
+    child = [sys.executable, "-P", "-c", _TRIAL]
+    if subprocess.run(child, input=model_bytes, capture_output=True).returncode:
+        raise UserError("not a SentencePiece model, or damaged")
 
 
 def _processor(model_bytes: bytes) -> sentencepiece.SentencePieceProcessor:

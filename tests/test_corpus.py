@@ -1,8 +1,16 @@
 """Pairs on disk are the pairs read, whole and aligned; what is missing is counted."""
 
 import dataclasses
+import errno
+import functools
 import gc
+import itertools
 import json
+import re
+import resource
+import signal
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -14,6 +22,7 @@ from flaxformer_min.batching import BatchPlan
 from flaxformer_min.config import DataConfig
 from flaxformer_min.corpus import EncodedCorpus, is_blank, prepare_split
 from flaxformer_min.errors import UserError
+from flaxformer_min.parallel import read_pairs
 from flaxformer_min.tokenizer import Tokenizer, train_tokenizer
 
 NAMES = ("train.en", "train.de")
@@ -49,7 +58,9 @@ def prepare(
 
 
 def texts(corpus: EncodedCorpus, tokenizer: Tokenizer) -> list[tuple[str, ...]]:
-    return [tuple(map(tokenizer.decode, corpus.pair(i))) for i in range(len(corpus))]
+    decode = functools.cache(tokenizer.decode)
+    ids = [[tuple(side.tolist()) for side in corpus.pair(i)] for i in range(len(corpus))]
+    return [tuple(map(decode, pair)) for pair in ids]
 
 
 def test_pairs_are_the_tokens_of_their_lines_in_order(tokenizer, tmp_path):
@@ -134,15 +145,15 @@ def test_the_report_adds_up_and_is_plain_json(tokenizer, tmp_path):
     assert counts["kept"] == report["kept"] == len(corpus) == len(pairs) - 2
     assert sum(counts["dropped"].values()) == 2
     assert counts["longest"] == [6, 31]
-    assert counts["pieces"] == corpus.lengths.sum()
-    assert counts["unknown_piece_rate"] == 0
+    assert counts["pieces"] == corpus.lengths.sum(axis=0).tolist()
+    assert counts["unknown_piece_rate"] == [0, 0]
 
 
-def test_unknown_pieces_are_counted_and_kept(tmp_path):
+def test_unknown_pieces_are_counted_by_side_and_kept(tmp_path):
     config = dataclasses.replace(CONFIG, byte_fallback=False, vocab_size=131)
     tokenizer = Tokenizer(train_tokenizer((ENGLISH + GERMAN) * 3, config))
     corpus, report = prepare(write(tmp_path, [("dog", "Ω dog Ω"), ("Ω", "dog")]), tokenizer)
-    assert report["sources"][0]["unknown_piece_rate"] == 3 / 13
+    assert report["sources"][0]["unknown_piece_rate"] == [1 / 5, 2 / 8]
     assert tokenizer.unk_id in corpus.pair(1)[0]
 
 
@@ -208,21 +219,50 @@ def test_whatever_decides_the_ids_is_noticed(tokenizer, tmp_path, changed):
     assert len(folders) == 2
 
 
-def test_an_encoding_that_was_interrupted_is_done_again(tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_encoding_that_was_interrupted_leaves_nothing(tokenizer, tmp_path, monkeypatch, error):
     config, encode = write(tmp_path, PAIRS), corpus_room._encode
     monkeypatch.setattr(corpus_room, "PAIRS_AT_ONCE", 5)
 
-    def killed(block, *rest):
+    def interrupted(block, *rest):
         if PAIRS[-1] in block:
-            raise KeyboardInterrupt
+            raise error
         return encode(block, *rest)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(corpus_room, "_encode", killed)
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(corpus_room, "_encode", interrupted)
         prepare(config, tokenizer)
-    corpus, _ = prepare(config, tokenizer)
+    assert left_in(tmp_path / "cache") == ["lock"]
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_an_encoding_that_was_killed_is_done_again(tokenizer, tmp_path, monkeypatch, block):
+    config = write(tmp_path, PAIRS)
+    killed = f"""
+import os, signal
+from pathlib import Path
+from flaxformer_min import corpus
+from flaxformer_min.config import DataConfig
+from flaxformer_min.tokenizer import Tokenizer
+corpus.PAIRS_AT_ONCE = 5
+encode, blocks = corpus._encode, []
+def _encode(*arguments):
+    blocks.append(arguments)
+    if len(blocks) > {block}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode(*arguments)
+corpus._encode = _encode
+folder = Path({str(tmp_path)!r})
+tokenizer = Tokenizer((folder / "model").read_bytes())
+corpus.prepare_split({config!r}, {NAMES!r}, tokenizer, folder / "cache")
+"""
+    (tmp_path / "model").write_bytes(tokenizer.model_bytes)
+    done = subprocess.run([sys.executable, "-c", killed], capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert any(name.endswith(".partial") for name in left_in(tmp_path / "cache"))
+    corpus, report = prepare(config, tokenizer)
     assert texts(corpus, tokenizer) == PAIRS
-    assert not list((tmp_path / "cache").glob("*.partial"))
+    assert left_in(tmp_path / "cache") == sorted([report["digest"], "lock"])
 
 
 def test_invalid_utf8_stops_the_encoding_with_file_and_line(tokenizer, tmp_path):
@@ -232,16 +272,125 @@ def test_invalid_utf8_stops_the_encoding_with_file_and_line(tokenizer, tmp_path)
         prepare(config, tokenizer)
 
 
-def test_hostile_text_is_stored_as_it_is(tokenizer, tmp_path):
-    pairs = [("NUL \x00 and </s>", "\u2028 <pad>\x85"), ("😀" * 2, "\x0b.")] + [
-        ("dog", "Hund")
-    ] * 99
-    config = dataclasses.replace(write(tmp_path, pairs), max_length=20_002)
-    with open(tmp_path / "train.en", "a") as source, open(tmp_path / "train.de", "a") as target:
-        source.write("dog " * 20_000)
-        target.write("Hund\r")
-    corpus, _ = prepare(config, tokenizer)
-    assert texts(corpus, tokenizer) == [*pairs, ("dog " * 20_000, "Hund")]
+def lines_as(ends: str, lines: list[str]) -> bytes:
+    return "".join(line + ends for line in lines).encode()
+
+
+ODD = "NUL \x00 </s>\u2028<pad>\x85 \x0b\x0c 😀\u00a0."  # each an ordinary character
+SIDES = [list(side) for side in zip(*PAIRS, strict=True)]
+LONG = "dog " * 20_000
+HOSTILE = {  # bytes of both files, and the pairs they are
+    "a pair of 20,000 words": (
+        lines_as("\n", [*SIDES[0], LONG]),
+        lines_as("\n", [*SIDES[1], LONG]),
+        [*PAIRS, (LONG, LONG)],
+    ),
+    "10,000 identical lines": (
+        lines_as("\n", [PAIRS[6][0]] * 10_000),
+        lines_as("\n", [PAIRS[6][1]] * 10_000),
+        [PAIRS[6]] * 10_000,
+    ),
+    "no final newline": (lines_as("\n", SIDES[0])[:-1], lines_as("\n", SIDES[1])[:-1], PAIRS),
+    "no final newline on one side": (
+        lines_as("\n", SIDES[0]),
+        lines_as("\n", SIDES[1])[:-1],
+        PAIRS,
+    ),
+    "CRLF on one side": (lines_as("\n", SIDES[0]), lines_as("\r\n", SIDES[1]), PAIRS),
+    "a BOM": (b"\xef\xbb\xbf" + lines_as("\n", SIDES[0]), lines_as("\n", SIDES[1]), PAIRS),
+    "odd characters": (
+        lines_as("\n", [*SIDES[0], ODD]),
+        lines_as("\n", [ODD[::-1], *SIDES[1]]),
+        list(zip([*SIDES[0], ODD], [ODD[::-1], *SIDES[1]], strict=True)),
+    ),
+    "blank sides": (
+        lines_as("\n", ["", *SIDES[0], "dog", " \u3000"]),
+        lines_as("\n", ["Hund", *SIDES[1], "\t\x85", ""]),
+        PAIRS,
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_hostile_files_become_a_tokenizer_and_the_pairs_they_hold(tmp_path, shape):
+    *contents, pairs = HOSTILE[shape]
+    for name, content in zip(NAMES, contents, strict=True):
+        (tmp_path / name).write_bytes(content)
+    config = dataclasses.replace(CONFIG, dir=str(tmp_path), max_length=99_999, vocab_size=300)
+    lines = itertools.chain.from_iterable(read_pairs(config, NAMES))
+    tokenizer = Tokenizer(train_tokenizer(lines, config))
+    corpus, report = prepare(config, tokenizer)
+    assert texts(corpus, tokenizer) == pairs
+    counts = report["sources"][0]
+    assert counts["read"] == contents[1].count(b"\n") + (contents[1][-1:] != b"\n")
+    assert counts["kept"] == counts["read"] - counts["dropped"]["blank"] == len(pairs)
+
+
+def test_files_of_different_length_stop_before_anything_is_written(tokenizer, tmp_path):
+    config = write(tmp_path, PAIRS)
+    (tmp_path / "train.de").write_bytes(lines_as("\n", SIDES[1][:-1]))
+    with pytest.raises(UserError, match=r"train\.en has 17 lines but .*train\.de has 16"):
+        prepare(config, tokenizer)
+    assert not (tmp_path / "cache").exists()
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    {
+        "a changed bit": lambda: path.write_bytes(content),
+        "cut short": lambda: path.write_bytes(content[:-1]),
+        "empty": lambda: path.write_bytes(b""),
+        "missing": path.unlink,
+    }[how]()
+
+
+@pytest.mark.parametrize("how", ["a changed bit", "cut short", "empty", "missing"])
+@pytest.mark.parametrize("name", ["ids", "lengths", "report.json", "manifest.json"])
+def test_a_damaged_cache_is_noticed_and_written_again(tokenizer, tmp_path, caplog, name, how):
+    config = write(tmp_path, PAIRS)
+    _, report = prepare(config, tokenizer)
+    damage(tmp_path / "cache" / report["digest"] / name, how)
+    corpus, again = prepare(config, tokenizer)
+    assert texts(corpus, tokenizer) == PAIRS and again == report
+    (warning,) = caplog.messages
+    assert f"{name}: damaged" in warning and "encoded again" in warning
+    prepare(config, tokenizer)
+    assert len(caplog.messages) == 1
+
+
+def left_in(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir())
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tokenizer, tmp_path, monkeypatch):
+    config, cache = write(tmp_path, PAIRS * 99), tmp_path / "cache"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (0, 99, 10_000):  # bytes of a file; the last is enough for all but the ids
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        try:
+            with pytest.raises(UserError) as caught:
+                prepare(config, tokenizer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert re.fullmatch(rf"{cache}: cannot keep the token ids here: .*", str(caught.value))
+        assert left_in(cache) == ["lock"]
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
+        patch.setattr(corpus_room, "seal", full)
+        prepare(config, tokenizer)
+    assert left_in(cache) == ["lock"]
+    assert len(prepare(config, tokenizer)[0]) == len(PAIRS) * 99
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(tokenizer, tmp_path):
+    config = write(tmp_path, PAIRS)
+    (tmp_path / "cache").write_bytes(b"a file")
+    with pytest.raises(UserError, match=r"cache: cannot keep the token ids here: File exists"):
+        prepare(config, tokenizer)
 
 
 @pytest.mark.parametrize(("vocab_size", "largest"), [(1 << 16, 65_535), (65_537, 65_536)])

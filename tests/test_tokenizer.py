@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from flaxformer_min import tokenizer as tokenizer_room
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
-from flaxformer_min.tokenizer import Tokenizer, _sample, prepare_tokenizer, train_tokenizer
+from flaxformer_min.tokenizer import (
+    Tokenizer,
+    _emptied,
+    _sample,
+    prepare_tokenizer,
+    train_tokenizer,
+)
 
 LINES = [
     f"{adjective} {animal} eats {number} of the {fruit} near </s> and <pad>"
@@ -154,10 +161,32 @@ def test_too_small_a_vocabulary_is_refused_with_the_least_that_works():
         train_tokenizer(LINES, dataclasses.replace(CONFIG, vocab_size=least - 1))
 
 
-@pytest.mark.parametrize("lines", [[], [""], ["", ""]])
-def test_a_corpus_without_text_is_refused(lines):
-    with pytest.raises(UserError, match="no line"):
+@pytest.mark.parametrize("lines", [[], [""], ["", ""], ["dog " * 20_000, "😀" * 1049]])
+def test_a_corpus_without_a_line_to_learn_from_is_refused(lines):
+    with pytest.raises(UserError, match=r"no line .* 1 to 4192 bytes"):
         train_tokenizer(lines, CONFIG)
+
+
+def test_lines_too_long_to_learn_from_change_nothing(tokenizer):
+    assert (
+        train_tokenizer([LINES[0] * 99, *LINES, "dog " * 20_000], CONFIG) == tokenizer.model_bytes
+    )
+
+
+@pytest.mark.parametrize("lines", [["the same line"] * 10_000, [" ", "\x00", "\x85\u2028"] * 7])
+def test_the_largest_vocabulary_of_poor_text_is_named_and_works(lines):
+    with pytest.raises(UserError, match=r"vocab_size: 347 .* at most (\d+)") as caught:
+        train_tokenizer(lines, CONFIG)
+    largest = int(str(caught.value).split()[-1])
+    model = train_tokenizer(lines, dataclasses.replace(CONFIG, vocab_size=largest))
+    assert Tokenizer(model).vocab_size == largest
+
+
+def test_lines_are_let_go_of_as_they_are_handed_over():
+    lines = ["a", "b", "c"]
+    handed_over = _emptied(lines)
+    assert next(handed_over) == "a" and len(lines) == 2
+    assert list(handed_over) == ["b", "c"] and lines == []
 
 
 def test_an_error_while_lines_are_read_reaches_the_caller_unchanged():
@@ -202,6 +231,28 @@ def test_a_file_that_is_no_model_is_named_in_one_line(tokenizer, tmp_path, damag
     with pytest.raises(UserError) as caught:
         Tokenizer.load(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_piece_that_is_no_utf8_is_damage(tokenizer, tmp_path):
+    model = tokenizer.model_bytes.replace("ш".encode(), b"\xd1\xff")
+    assert model != tokenizer.model_bytes
+    with pytest.raises(UserError, match="not UTF-8"):
+        Tokenizer(model)
+
+
+@pytest.mark.parametrize(
+    "trial", ["import os; os.kill(os.getpid(), 11)", "raise MemoryError", "import sys; sys.exit(3)"]
+)
+def test_a_foreign_model_that_kills_the_interpreter_kills_another_one(
+    tokenizer, tmp_path, monkeypatch, trial
+):
+    path = tmp_path / "some.model"
+    path.write_bytes(tokenizer.model_bytes)
+    assert Tokenizer.load(path).sha256 == tokenizer.sha256
+    monkeypatch.setattr(tokenizer_room, "_TRIAL", trial)
+    monkeypatch.setattr(tokenizer_room, "_processor", lambda _: pytest.fail("parsed here"))
+    with pytest.raises(UserError, match=r"some\.model: not a SentencePiece model, or damaged$"):
+        Tokenizer.load(path)
 
 
 def stored(tokenizer: Tokenizer, folder: Path, vocab_size: int) -> DataConfig:
