@@ -1,14 +1,12 @@
 """Prints a table of all experiments; the exit status is 1 if a trial failed."""
 
 import argparse
-import os
 import sys
 import tempfile
+from contextlib import redirect_stderr
 from pathlib import Path
 
-# This process compares 1, 2 and 4 devices; those it starts set their own.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax
 
 from benchmarks.reliability.damage import damage
 from benchmarks.reliability.disk import disk
@@ -44,13 +42,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="a folder to leave all files in")
     options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1 if options.short else 4)
     tallies = []
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        for name in options.only:
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            tally = EXPERIMENTS[name](options.keep or Path(folder), options.short, options.seed)
-            print(table([tally.row]).splitlines()[-1], file=sys.stderr, flush=True)
-            tallies.append(tally)
+    with tempfile.TemporaryDirectory(prefix="reliability-") as temporary:
+        folder = options.keep or Path(temporary)
+        with (folder / "output.txt").open("w") as output, redirect_stderr(output):
+            for name in options.only:
+                tally = EXPERIMENTS[name](folder, options.short, options.seed)
+                print(table([tally.row]).splitlines()[-1], file=sys.__stderr__, flush=True)
+                tallies.append(tally)
     print(table([tally.row for tally in tallies]))
     for tally in tallies:
         for failure in tally.failures:

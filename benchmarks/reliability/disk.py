@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.reliability.runs import Run, Start, one_line, reference, same_end, size
+from benchmarks.reliability.runs import Run, Start, one_line, programs, reference, same_end, size
 from benchmarks.reliability.tally import Tally
 
 MEBIBYTES = 16
@@ -22,23 +22,23 @@ def disk(folder: Path, short: bool, seed: int) -> Tally:
     On a small tmpfs of its own where that can be mounted; elsewhere files cannot grow beyond a
     limit. The compiled programs are on another disk.
     """
-    tally, draw = Tally("full disk"), random.Random(seed)
+    tally, draw = Tally("disk"), random.Random(seed)
     never_stopped = reference(folder, size(short))
-    programs = {"JAX_COMPILATION_CACHE_DIR": str(never_stopped.workdir / "compiled")}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(programs(folder))}
     with _small_disk(folder / "small", short) as small:
         run = Run((small or folder) / "starved", folder, size(short))
-        _begin(run.start(**programs))
-        for point in range(2 if short else 20):
-            before, start = run.newest, run.start(**programs)
+        _begin(run.start(**cache))
+        for point in range(1 if short else 20):
+            before, start = run.newest, run.start(**cache)
             _starve(start, small, draw)
             problems = _checked(start, before)
             if small and point % 4 == 0:  # once more while there is no room
                 newest = run.newest
-                problems += _checked(run.finish(**programs), newest)
+                problems += _checked(run.finish(**cache), newest)
             if small:
                 (small / "filler").unlink()
             tally.trial(f"point {point}", problems, seen="disk full" if small else "file too large")
-        start = run.finish(**programs)
+        start = run.finish(**cache)
         problems = [] if start.process.returncode == 0 else [start.output()]
         tally.trial("end", [*problems, *same_end(run, never_stopped)], seen="run ended alike")
     return tally

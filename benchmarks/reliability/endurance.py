@@ -4,21 +4,21 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks.reliability.runs import Run, Size, Start
+from benchmarks.reliability.runs import Run, Size, Start, programs
 from benchmarks.reliability.tally import Tally
 
-LONG, SHORT = Size(10_000, 200, 100), Size(60, 10, 5)
-WARM = 0.1  # of the steps: by then every shape was trained on, evaluated and saved
+LONG, SHORT = Size(10_000, 200, 100), Size(40, 10, 5, buckets=1, devices=1)
 GROWTH = 50e6  # bytes
 COMPILED = "Finished XLA compilation of"
 
 
 def endurance(folder: Path, short: bool, seed: int) -> Tally:
     """Follows one run's resident memory, and what JAX says it compiles."""
-    tally = Tally("long run")
+    tally = Tally("endurance")
     run = Run(folder / "long", folder, SHORT if short else LONG)
-    start = run.start(JAX_LOG_COMPILES="1")
-    start.wait_until(lambda: run.last_step() >= WARM * run.size.steps)
+    start = run.start(JAX_LOG_COMPILES="1", JAX_COMPILATION_CACHE_DIR=str(programs(folder)))
+    # By then every shape was trained on, evaluated and saved.
+    start.wait_until(lambda: run.last_step() > 2 * run.size.evaluate_every)
     compiled, memory = start.output().count(COMPILED), [_resident(start)]
     while start.process.poll() is None:
         time.sleep(0.05)

@@ -38,10 +38,10 @@ def gradients(folder: Path, short: bool, seed: int) -> Tally:
 
     In float64 the whole is compared too, with the model's logits and the loss as it is written.
     """
-    tally, draw = Tally("ragged gradients"), random.Random(seed)
-    cuts = [(4, 4)] if short else [(d, a) for d in (1, 2, 4) for a in (1, 2, 4)]
+    tally, draw = Tally("gradients"), random.Random(seed)
+    cuts = [(1, 4)] if short else [(d, a) for d in (1, 2, 4) for a in (1, 2, 4)]
     batches = _batches(draw)
-    for dtype, tolerance in TOLERANCE.items():
+    for dtype, tolerance in list(TOLERANCE.items())[-1 if short else 0 :]:
         worst = 0.0
         with jax.enable_x64(dtype == jnp.float64):
             state = _fresh(dtype, seed)

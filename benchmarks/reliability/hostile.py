@@ -17,16 +17,13 @@ from flaxformer_min.manifest import MANIFEST, seal
 LONG = {"checkpoint": 800, "sealed checkpoint": 300, "workdir": 300, "tokenizer": 600}
 SHORT = {"checkpoint": 12, "sealed checkpoint": 6, "workdir": 6, "tokenizer": 12}
 PATIENCE = 120  # seconds for one file
-# Parsed by this program itself; the arrays of a sealed checkpoint are Orbax's.
-OURS = {
-    "sealed checkpoint": ("config.json", "meta.json"),
-    "workdir": ("config.json", "corpus.json", "tokenizer.model"),
-}
+# The files to mutate, where not all are.
+OURS = {"workdir": ("config.json", "corpus.json", "tokenizer.model")}
 
 
 def hostile(folder: Path, short: bool, seed: int) -> Tally:
     """Mutates one file at a time and opens what it belongs to in a process that may die."""
-    tally, draw = Tally("hostile files"), random.Random(seed)
+    tally, draw = Tally("hostile"), random.Random(seed)
     whole = reference(folder, size(short))
     canary = folder / "canary"
     payloads = _payloads(canary)
@@ -60,7 +57,7 @@ def _mutated(
         to.mkdir()
         shutil.copy(whole.workdir / "tokenizer.model", to)
     elif how == "workdir":
-        shutil.copytree(whole.workdir, to, ignore=shutil.ignore_patterns("compiled", "tensorboard"))
+        shutil.copytree(whole.workdir, to, ignore=shutil.ignore_patterns("tensorboard"))
     else:
         shutil.copytree(whole.newest_folder, to)
     files = [to / name for name in OURS[how]] if how in OURS else sorted(to.rglob("*"))

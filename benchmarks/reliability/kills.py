@@ -14,7 +14,7 @@ from benchmarks.reliability.tally import Tally
 from flaxformer_min.workdir import prepare_data
 
 LONG = {"preparing": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 20}
-SHORT = {"saving": 1, "evaluating": 1}
+SHORT = {"saving": 1}
 # Seconds within which a kill follows the first sign of a phase.
 WIDTH = {"preparing": 0.05, "compiling": 3.0, "evaluating": 0.2, "saving": 0.06}
 
@@ -24,7 +24,7 @@ def kills(folder: Path, short: bool, seed: int) -> Tally:
 
     A run that ends before that is compared, and another one begun.
     """
-    tally, draw = Tally("kill -9"), random.Random(seed)
+    tally, draw = Tally("kills"), random.Random(seed)
     wanted = Counter(SHORT if short else LONG)
     never_stopped = reference(folder, size(short))
     number = 0

@@ -17,9 +17,9 @@ BEYOND = 3  # steps past the last epoch, so that every resumed run takes some
 def resume(folder: Path, short: bool, seed: int) -> Tally:
     """Saves at many steps of one run, and trains from each checkpoint to the same end."""
     tally, draw = Tally("resume"), random.Random(seed)
-    for accumulation in (4,) if short else (1, 4):
+    for accumulation in (2,) if short else (1, 4):
         workdir = folder / f"resumed-{accumulation}"
-        size = Size(1000, 1000, 1000, accumulation)
+        size = Size(1000, 1000, 1000, accumulation, 1 if short else 2)
         trainer = prepared(workdir, folder, size, f"--train.keep_last={POINTS}")
         epoch = trainer.data.plan.batches_per_epoch
         last = EPOCHS * epoch

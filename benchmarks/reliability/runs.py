@@ -1,7 +1,7 @@
 """train.py on a small corpus, in processes of its own, and what is to be seen of it from outside.
 
-Everything that could make two runs differ is on: dropout, shuffling over several epochs, two
-shapes of batches, accumulation, two devices.
+Everything that could make two runs differ is on: dropout, shuffling over several epochs,
+accumulation, and in long runs two shapes of batches and two devices.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from flaxformer_min.retention import counted
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILE = ROOT / "tests" / "tiny_config.py"
-PAIRS, VALIDATION_PAIRS = 1500, 40
+PAIRS, VALIDATION_PAIRS = 1900, 40
 LONGEST_START = 600  # seconds until a run that shows no progress is given up
 
 
@@ -42,6 +42,8 @@ class Size:
     evaluate_every: int
     checkpoint_every: int
     accumulation: int = 2
+    buckets: int = 2  # shapes of batches
+    devices: int = 2
 
     @property
     def flags(self) -> list[str]:
@@ -54,11 +56,12 @@ class Size:
         return [
             *flags,
             "--data.tokens_per_batch=1024",
+            f"--data.num_buckets={self.buckets}",
             f"--optimizer.accumulation={self.accumulation}",
         ]
 
 
-LONG, SHORT = Size(240, 40, 10), Size(30, 15, 5)
+LONG, SHORT = Size(240, 40, 10), Size(30, 15, 5, buckets=1, devices=1)
 
 
 def size(short: bool) -> Size:
@@ -78,7 +81,7 @@ def config_of(folder: Path, size: Size, *flags: str) -> Config:
     return load_config(config_spec(folder), [*size.flags, *flags])
 
 
-def environment(devices: int = 2, **more: str) -> dict[str, str]:
+def environment(devices: int, **more: str) -> dict[str, str]:
     """Of a process: CPUs, and nothing that is set for this one about JAX."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     return own | {
@@ -116,7 +119,7 @@ class Run:
             [sys.executable, *program, *self._arguments],
             cold,
             preexec,
-            environment(**variables),
+            environment(self.size.devices, **variables),
         )
 
     def finish(self, **options: Any) -> "Start":
@@ -207,8 +210,10 @@ class Start:
     def output(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def wait(self) -> int:
-        return self.process.wait(timeout=LONGEST_START)
+    def wait(self) -> float:
+        """Waits for the end; returns its time."""
+        self.process.wait(timeout=LONGEST_START)
+        return time.time()
 
     def kill(self) -> None:
         """SIGKILL to the process and to whatever it started."""
@@ -266,19 +271,23 @@ class Start:
         return found.st_ino, found.st_ctime_ns if name != "metrics.jsonl" else 0
 
 
+def programs(folder: Path) -> Path:
+    """Where JAX keeps what the runs that are not to be disturbed have compiled."""
+    return folder / "compiled"
+
+
 @functools.cache
 def reference(folder: Path, size: Size) -> Run:
     """The run that was never stopped."""
     run = Run(folder / f"reference-{size.steps}", folder, size)
-    start = run.finish()
+    start = run.finish(JAX_COMPILATION_CACHE_DIR=str(programs(folder)))
     assert start.process.returncode == 0, start.output()
     return run
 
 
 def warm(run: Run, folder: Path) -> Run:
-    """The run, with the compiled programs of the reference."""
-    compiled = reference(folder, run.size).workdir / "compiled"
-    shutil.copytree(compiled, run.workdir / "compiled")
+    """The run, with the compiled programs of the reference where it looks for its own."""
+    shutil.copytree(programs(folder), run.workdir / "compiled")
     return run
 
 

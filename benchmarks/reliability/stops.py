@@ -16,12 +16,12 @@ PHASES = ("compile", "step", "loss", "decoding", "save", "group")
 
 def stops(folder: Path, short: bool, seed: int) -> Tally:
     """Chains of runs: each is stopped once in every phase and then ends as if never stopped."""
-    tally, draw = Tally("SIGTERM"), random.Random(seed)
+    tally, draw = Tally("stops"), random.Random(seed)
     never_stopped = reference(folder, size(short))
     slowest = 0.0
     for chain in range(1 if short else 5):
         run = warm(Run(folder / f"stopped-{chain}", folder, size(short)), folder)
-        phases = ["step", "decoding"] if short else draw.sample(PHASES, len(PHASES))
+        phases = ["decoding"] if short else draw.sample(PHASES, len(PHASES))
         for phase in phases:
             problems, seconds = _stop(run, phase, draw)
             slowest = max(slowest, seconds)
@@ -44,10 +44,10 @@ def _stop(run: Run, phase: str, draw: random.Random) -> tuple[list[str], float]:
             "MARKS": str(marks),
         }
         start = run.start(WATCHED, **variables)
-        start.wait()
+        ended = start.wait()
         sent, *later = marks.read_text().split() if marks.exists() else ["0"]
         problems = [] if phase in later else [f"not sent in {phase}, but after {later}"]
-        return problems + _saved(start), start.ended - float(sent)
+        return problems + _saved(start), ended - float(sent)
     start = run.start(cold=phase == "compile")
     _wait(start, phase, draw)
     sent = time.time()
@@ -55,8 +55,8 @@ def _stop(run: Run, phase: str, draw: random.Random) -> tuple[list[str], float]:
         os.killpg(start.process.pid, signal.SIGTERM)
     else:
         start.process.send_signal(signal.SIGTERM)
-    start.wait()
-    return _saved(start), time.time() - sent
+    ended = start.wait()
+    return _saved(start), ended - sent
 
 
 def _wait(start: Start, phase: str, draw: random.Random) -> None:

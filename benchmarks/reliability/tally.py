@@ -22,7 +22,7 @@ class Tally:
             self.seen[seen] += 1
         if found := "; ".join(problems):
             self.failures.append(f"{name}: {found}")
-            print(f"{self.name}: FAILED: {self.failures[-1]}", file=sys.stderr, flush=True)
+            print(f"{self.name}: FAILED: {self.failures[-1]}", file=sys.__stderr__, flush=True)
 
     @property
     def row(self) -> list[str]:
