@@ -258,7 +258,7 @@ _all_finite = jax.jit(lambda leaf: jnp.isfinite(leaf).all())  # one small progra
 
 
 def _refuse_non_finite(state: Any, step: int) -> None:
-    finite = jax.device_get(jax.tree.map(_all_finite, named_leaves(state)))
-    for name, good in finite.items():
-        if not good:
+    for name, leaf in named_leaves(state).items():
+        # One at a time: a CPU that plays many devices can lock up over many small collectives.
+        if not _all_finite(leaf):
             raise CheckpointError(f"step {step}: not saved: {name} has numbers that are not finite")

@@ -15,6 +15,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import types
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class Meta:
     packages: Mapping[str, str] = dataclasses.field(default_factory=_versions)
 
 
-META_TYPES = {
+META_TYPES: dict[str, type | types.UnionType] = {
     "step": int,
     "tokenizer_sha256": str,
     "evaluation": dict | None,

@@ -2,17 +2,23 @@
 
 import json
 import math
+import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optax
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
+from flaxformer_min.durable import naming, replace_file
 from flaxformer_min.step import Metrics
+from flaxformer_min.stopping import Position
 
 LINES_EVERY = 50  # steps between plain progress lines where there is no terminal
 SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
@@ -21,22 +27,30 @@ SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
 class MetricsLog:
     """One JSON object a line in WORKDIR/metrics.jsonl, the same numbers as TensorBoard events.
 
-    A number that is not finite is null there: JSON has no other word for it. Lines past `step` are
-    dropped when the log is opened: a run resumed from there writes them again. The metrics of a
-    step are read only when the next one has been dispatched (`push`), so that the device never
-    waits for the host.
+    A number that is not finite is null there: JSON has no other word for it. Lines past the
+    position at which the log is opened are dropped: a run resumed there writes them again. The
+    metrics of a step are read only when the next one has been dispatched (`push`), so that the
+    device never waits for the host. What cannot be written raises OSError naming the file.
     """
 
-    def __init__(self, workdir: Path, step: int, steps: int, schedule: optax.Schedule):
-        path = workdir / "metrics.jsonl"
-        _drop_later_lines(path, step)
-        self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+    def __init__(
+        self,
+        workdir: Path,
+        at: Position,
+        steps: int,
+        schedule: optax.Schedule,
+        pair_ids: Callable[[int], Iterable[int]],
+    ):
+        """`pair_ids` gives the ids of the pairs in a step's batch, for the message about it."""
+        self._path = workdir / "metrics.jsonl"
+        _drop_later_lines(self._path, at)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._events = _Events(workdir / "tensorboard", at.step)
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(
-            total=steps, initial=step, unit=" steps", disable=not self._terminal, smoothing=0.05
+            total=steps, initial=at.step, unit=" steps", disable=not self._terminal, smoothing=0.05
         )
-        self._schedule = schedule
+        self._schedule, self._pair_ids = schedule, pair_ids
         self._waiting: tuple[int, Metrics] | None = None
         self.restart_clock()
 
@@ -45,33 +59,19 @@ class MetricsLog:
         self._clock = time.perf_counter()
 
     def push(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of the step just dispatched and records those of the one before."""
-        self.flush()
-        self._waiting = step, metrics
-
-    def flush(self) -> None:
-        """Waits for the step last pushed and records it.
+        """Takes the metrics of the step just dispatched and records those of the one before.
 
         Raises FloatingPointError after SKIPS_IN_A_ROW non-finite steps in a row.
         """
-        if self._waiting is None:
-            return
-        (step, metrics), self._waiting = self._waiting, None
-        values = {name: float(value) for name, value in metrics._asdict().items()}
-        seconds = time.perf_counter() - self._clock
-        self.restart_clock()
-        skipped, in_a_row = int(values.pop("skipped")), int(values.pop("skipped_in_a_row"))
-        before = step - 1 - skipped + bool(in_a_row)  # updates before this step
-        values["learning_rate"] = np.asarray(self._schedule(before)).item()
-        values["tokens_per_second"] = values["tokens"] / seconds
-        self._train(step, values)
-        if in_a_row:
-            self.say(f"step {step}: loss or gradient not finite; parameters left as they were")
-        if in_a_row >= SKIPS_IN_A_ROW:
-            raise FloatingPointError(
-                f"steps {step - in_a_row + 1} to {step} were not finite; try a lower "
-                "optimizer.peak_learning_rate or set optimizer.clip_norm"
-            )
+        self._settle()
+        self._waiting = step, metrics
+
+    def flush(self) -> None:
+        """As `push`, without a step: waits for the one last pushed. Then everything is on disk."""
+        self._settle()
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+        self._events.flush()
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         """Records an evaluation and says its main numbers."""
@@ -90,8 +90,29 @@ class MetricsLog:
     def close(self) -> None:
         """Puts everything on disk."""
         self._bar.close()
-        self._events.close()
         self._file.close()
+        self._events.close()
+
+    def _settle(self) -> None:
+        if self._waiting is None:
+            return
+        (step, metrics), self._waiting = self._waiting, None
+        values = {name: float(value) for name, value in metrics._asdict().items()}
+        seconds = time.perf_counter() - self._clock
+        self.restart_clock()
+        skipped, in_a_row = int(values.pop("skipped")), int(values.pop("skipped_in_a_row"))
+        before = step - 1 - skipped + bool(in_a_row)  # updates before this step
+        values["learning_rate"] = np.asarray(self._schedule(before)).item()
+        values["tokens_per_second"] = values["tokens"] / seconds
+        self._train(step, values)
+        if in_a_row:
+            self.say(f"step {step}: loss or gradient not finite; parameters left as they were")
+        if in_a_row >= SKIPS_IN_A_ROW:
+            raise FloatingPointError(
+                f"steps {step - in_a_row + 1} to {step} were not finite; lower "
+                "optimizer.peak_learning_rate or set optimizer.clip_norm; pairs of the last batch: "
+                + ", ".join(map(str, sorted(self._pair_ids(step))))
+            )
 
     def _train(self, step: int, values: dict[str, float]) -> None:
         self._record(step, values)
@@ -101,31 +122,68 @@ class MetricsLog:
         if not self._terminal and step % LINES_EVERY == 0:
             self.say(f"step {step}/{self._bar.total}: {text}")
 
-    def _record(self, step: int, values: dict[str, Any]) -> None:
+    def _record(self, step: int, values: Mapping[str, Any]) -> None:
         line = {name: value if _writable(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if isinstance(value, dict):  # a BLEU record: TensorBoard gets its score
-                value = value["score"]
-            self._events.add_scalar(name, value, step)
+        with naming(self._path):
+            self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
+            self._file.flush()
+        # of a BLEU record TensorBoard gets the score
+        self._events.add(
+            step, {n: v["score"] if isinstance(v, dict) else v for n, v in values.items()}
+        )
+
+
+class _Events:
+    """A TensorBoard event file.
+
+    tensorboardX's SummaryWriter would write it from a thread, which a full disk kills without a
+    word and which then blocks whoever hands it an eleventh number.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        """Hides the events after `step` that earlier files have."""
+        self._folder = folder
+        with naming(folder):
+            folder.mkdir(exist_ok=True)
+            self._writer = EventsWriter(str(folder / "events"), f".{step}")
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(step=step + 1, session_log=start))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def flush(self) -> None:
+        with naming(self._folder):
+            self._writer.flush()
+
+    def close(self) -> None:
+        with naming(self._folder):
+            self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        with naming(self._folder):
+            self._writer.write_event(event)
 
 
 def _writable(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _drop_later_lines(path: Path, step: int) -> None:
-    """Keeps the whole lines of steps up to `step`; a kill may have left half a line."""
+def _drop_later_lines(path: Path, at: Position) -> None:
+    """Keeps the whole lines up to a position; a kill may have left half a line.
+
+    An evaluation comes after its step: if the position does not have it, it will be made again.
+    """
     if not path.exists():
         return
-    kept = []
+    kept, place = [], (at.step, at.evaluation is not None)
     for line in path.read_text(encoding="utf-8").split("\n"):
         try:
-            if json.loads(line)["step"] <= step:
+            values = json.loads(line)
+            if (values["step"], "validation_loss" in values) <= place:
                 kept.append(line + "\n")
         except ValueError:
             continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, "".join(kept).encode())

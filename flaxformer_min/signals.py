@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -10,22 +11,31 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopRequest:
     """A context in which SIGTERM and SIGINT wait for a step boundary, once `defer` was called.
 
-    Then a first signal only sets `received`. A second one, or one that comes while there is no
-    step to save, ends the process at once. A Python handler runs when the interpreter gets control
-    back: after a running step or a compilation, not during it.
+    Then a first signal only makes `requested` true. A second one, or one that comes while there is
+    no step to save, ends the process at once with 128 + its number. Python runs a handler only when
+    the main thread comes back from a compilation or a long step, and then once for several equal
+    signals; so a thread counts them, from the byte that each writes to a pipe on arrival.
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        self._deferring = False
+        self._received: int | None = None
+        self._deferring, self._counted = False, False
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        arrivals, self._written = os.pipe()
+        os.set_blocking(self._written, False)  # Python demands it of a handler's pipe
+        self._counter = threading.Thread(target=self._count, args=(arrivals,), daemon=True)
+        self._counter.start()
+        self._wakeup_before = signal.set_wakeup_fd(self._written)
+        self._handlers_before = {n: signal.signal(n, self._note) for n in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._written)  # the thread has read all when it sees this end
+        self._counter.join()
 
     def defer(self) -> None:
         """From now on a first signal waits."""
@@ -34,14 +44,22 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether a signal has come."""
-        return self.received is not None
+        return self._received is not None
 
     @property
     def exit_status(self) -> int:
         """0 if no signal came, else the shell's 128 + number: 143 for SIGTERM, 130 for SIGINT."""
-        return 0 if self.received is None else 128 + self.received
+        return 0 if self._received is None else 128 + self._received
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.requested or not self._deferring:
-            os._exit(128 + number)
-        self.received = number
+        """The handler: whoever is in Python code sees the request before the next line."""
+        self._received = self._received or number
+
+    def _count(self, arrivals: int) -> None:
+        """The thread: one byte a signal, until the other end of the pipe is closed."""
+        with open(arrivals, "rb", buffering=0) as pipe:
+            while byte := pipe.read(1):
+                if byte[0] in STOP_SIGNALS:  # others with a handler write theirs too
+                    if self._counted or not self._deferring:
+                        os._exit(128 + byte[0])
+                    self._counted = True

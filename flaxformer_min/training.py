@@ -1,8 +1,10 @@
 """The training loop: from a config to a trained, evaluated, saved model."""
 
+import contextlib
 import sys
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -18,9 +20,10 @@ from flaxformer_min.schedule import make_optimizer, make_schedule
 from flaxformer_min.sharding import ROWS, abstract, check_rows, make_mesh, shardings
 from flaxformer_min.signals import StopRequest
 from flaxformer_min.state import Params, TrainState, count_parameters, init_state, split_model
-from flaxformer_min.step import make_train_step
-from flaxformer_min.validation import Validation
-from flaxformer_min.workdir import Data, claim, prepare_data
+from flaxformer_min.step import Metrics, make_train_step
+from flaxformer_min.stopping import Position
+from flaxformer_min.validation import GivenUp, Validation
+from flaxformer_min.workdir import Data, claim, hold, prepare_data, write_config
 
 
 def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
@@ -29,33 +32,53 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     Every `evaluate_every` steps the validation split is evaluated and every `checkpoint_every`
     steps the state is saved; both happen at the last step too. `profile_steps` > 0 writes a
     jax.profiler trace of that many steps. Raises UserError on what the user can mend,
-    CheckpointError where saving fails and FloatingPointError where the numbers do.
+    CheckpointError where saving fails, OSError where other writing does, and FloatingPointError
+    where the numbers do.
     """
-    with StopRequest() as stop:
-        mesh = make_mesh(config.mesh)
-        check_rows(config, mesh)
+    mesh = make_mesh(config.mesh)
+    check_rows(config, mesh)
+    with StopRequest() as stop, hold(workdir):
         claim(workdir, config)
         data = prepare_data(config, workdir)
         with Checkpoints(workdir, config, data.tokenizer) as checkpoints:
-            start, steps = checkpoints.latest_good() or 0, config.train.steps
-            if start >= steps:
-                print(f"{workdir} is finished, at step {start}; nothing to do", file=sys.stderr)
+            at = saved_position(checkpoints)
+            if at.over(config.train):
+                print(f"{workdir} is finished, {_end(at, config)}; nothing to do", file=sys.stderr)
                 return 0
             trainer = Trainer(config, mesh, data)
-            state = trainer.saved_state(checkpoints, start) if start else trainer.fresh_state()
-            schedule = make_schedule(config.optimizer, config.model.d_model)
-            log = MetricsLog(workdir, start, steps, schedule)
-            profiler = Profiler(workdir, start, steps, profile_steps)
-            stop.defer()
-            try:
-                reached = trainer.loop(state, start, checkpoints, log, profiler, stop)
-            finally:
-                profiler.stop()
-                log.close()
-        if reached == steps:
+            state = trainer.saved_state(checkpoints, at.step) if at.step else trainer.fresh_state()
+            checkpoints.require_space(trainer.shapes)
+            write_config(workdir, config)
+            with contextlib.ExitStack() as stack:
+                log = trainer.open_log(workdir, at)
+                stack.callback(log.close)
+                profiler = Profiler(workdir, at.step, config.train.steps, profile_steps)
+                stack.callback(profiler.stop)
+                stop.defer()
+                at = trainer.loop(state, at, Run(checkpoints, log, profiler, stop))
+        if at.over(config.train):
+            print(f"{workdir} is finished, {_end(at, config)}", file=sys.stderr)
             return 0
-        print(f"{workdir} stopped at step {reached}; the same command goes on", file=sys.stderr)
+        print(f"{workdir} stopped at step {at.step}; the same command goes on", file=sys.stderr)
         return stop.exit_status
+
+
+def saved_position(checkpoints: Checkpoints) -> Position:
+    """Where a run stands by its newest good checkpoint; at the start if there is none."""
+    step = checkpoints.latest_good()
+    if step is None:
+        return Position()
+    meta = checkpoints.meta(step)
+    return Position(step, meta.progress, meta.evaluation)
+
+
+class Run(NamedTuple):
+    """What the loop writes to, and whom it listens to."""
+
+    checkpoints: Checkpoints
+    log: MetricsLog
+    profiler: Profiler
+    stop: StopRequest
 
 
 class Trainer:
@@ -74,11 +97,13 @@ class Trainer:
             smoothing=config.train.label_smoothing,
             accumulation=config.optimizer.accumulation,
         )
-        self.train_step = jax.jit(train_step, donate_argnums=0)
+        self._train_step = jax.jit(train_step, donate_argnums=0)
+        self._root_key = jax.random.key(config.train.seed)
+        self.shapes = jax.eval_shape(self._init)
 
     def fresh_state(self) -> TrainState:
         """The state before step 1, born sharded; the weights are `train.initialize_from`'s."""
-        folder, like = self.config.train.initialize_from, self._shapes()
+        folder, like = self.config.train.initialize_from, self.shapes
         weights = None if folder is None else _weights_of(folder, like.params)
         state = jax.jit(self._init, out_shardings=shardings(self.mesh, like))()
         print(f"{count_parameters(state.params):,} parameters", file=sys.stderr)
@@ -89,42 +114,51 @@ class Trainer:
     def saved_state(self, checkpoints: Checkpoints, step: int) -> TrainState:
         """The state after `step` steps, as it was saved."""
         print(f"resuming from step {step}", file=sys.stderr)
-        return checkpoints.restore(step, abstract(self.mesh, self._shapes()))
+        return checkpoints.restore(step, abstract(self.mesh, self.shapes))
 
-    def loop(
-        self,
-        state: TrainState,
-        start: int,
-        checkpoints: Checkpoints,
-        log: MetricsLog,
-        profiler: Profiler,
-        stop: StopRequest,
-    ) -> int:
-        """Steps from `start` to `train.steps`, or until a stop is asked for; returns the last one.
+    def open_log(self, workdir: Path, at: Position) -> MetricsLog:
+        """The run's log, to go on from a position."""
+        config, plan = self.config, self.data.plan
+        schedule = make_schedule(config.optimizer, config.model.d_model)
+        return MetricsLog(
+            workdir, at, config.train.steps, schedule, lambda step: plan.batch_ids(step - 1)[1]
+        )
 
-        One turn more than there are steps, so that evaluating and saving have one place.
+    def batches(self, start: int) -> Generator[Batch, None, None]:
+        """The batches from step `start` on, on their devices; close() ends the thread behind."""
+        rows, pad_id = NamedSharding(self.mesh, ROWS), self.data.tokenizer.pad_id
+        batches = batch_iterator(self.data.plan, self.data.train, pad_id, start)
+        try:
+            for batch in batches:
+                yield jax.device_put(batch, rows)
+        finally:
+            batches.close()
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The next state, and what is known of the step; the old state's buffers are reused."""
+        return self._train_step(state, batch, self._root_key)
+
+    def loop(self, state: TrainState, at: Position, run: Run) -> Position:
+        """Steps from a position until the run is over or a stop is asked for; returns the last one.
+
+        At every step boundary: the evaluation that is due, then the checkpoint that is, or that a
+        stop makes so. One turn more than there are steps, so that both have one place.
         """
-        train, root_key = self.config.train, jax.random.key(self.config.train.seed)
-        rows = NamedSharding(self.mesh, ROWS)
-        pad_id = self.data.tokenizer.pad_id
-        batches, step = batch_iterator(self.data.plan, self.data.train, pad_id, start), start
+        train, batches = self.config.train, self.batches(at.step)
         try:
             while True:
-                done, record = step == train.steps, None
-                if step > start and (done or step % train.evaluate_every == 0):
-                    record = self._evaluate(state.params, step, log)
-                last = done or stop.requested
-                if step > start and (last or step % train.checkpoint_every == 0):
-                    log.flush()
-                    checkpoints.save(state, step, evaluation=record)
-                    log.restart_clock()
+                if at.evaluation_due(train):
+                    at = self._evaluate(state.params, at, run)
+                last = at.over(train) or run.stop.requested  # asked once: a signal comes any time
+                if not at.saved and (last or at.regular(train)):
+                    self._save(state, at, run)
                 if last:
-                    return step
-                profiler.before(step, state)
-                batch: Batch = jax.device_put(next(batches), rows)
-                state, metrics = self.train_step(state, batch, root_key)
-                step += 1
-                log.push(step, metrics)
+                    return at
+                run.checkpoints.raise_if_failed()
+                run.profiler.before(at.step, state)
+                state, metrics = self.step(state, next(batches))
+                at = at.next()
+                run.log.push(at.step, metrics)
         finally:
             batches.close()
 
@@ -132,15 +166,27 @@ class Trainer:
         config, vocab_size = self.config, self.data.tokenizer.vocab_size
         return init_state(config.model, vocab_size, self.optimizer, config.train.seed)
 
-    def _shapes(self) -> TrainState:
-        return jax.eval_shape(self._init)
+    def _evaluate(self, params: Params, at: Position, run: Run) -> Position:
+        """The position with its evaluation; as it was, if a stop was asked for meanwhile."""
+        run.log.flush()
+        try:
+            record = self.validation(params, at.step, lambda: run.stop.requested)
+        except GivenUp:
+            return at
+        run.log.evaluation(at.step, record)
+        run.log.restart_clock()
+        return at.evaluated(record, self.config.train)
 
-    def _evaluate(self, params: Params, step: int, log: MetricsLog) -> dict[str, Any]:
-        log.flush()
-        record = self.validation(params, step)
-        log.evaluation(step, record)
-        log.restart_clock()
-        return record
+    def _save(self, state: TrainState, at: Position, run: Run) -> None:
+        run.log.flush()
+        run.checkpoints.save(
+            state,
+            at.step,
+            evaluation=at.evaluation,
+            progress=at.progress,
+            interim=not at.regular(self.config.train),
+        )
+        run.log.restart_clock()
 
 
 def _weights_of(folder: str, like: Params) -> Params:
@@ -149,3 +195,12 @@ def _weights_of(folder: str, like: Params) -> Params:
     if found := difference(named_leaves(weights), named_leaves(like)):
         raise UserError(f"train.initialize_from: {folder} holds another model: {found}")
     return weights
+
+
+def _end(at: Position, config: Config) -> str:
+    """Where a run ended, and what ended it before its last step."""
+    place = f"at step {at.step}"
+    if at.progress.exhausted(config.train.patience):
+        best = at.progress.best_step
+        return f"{place}: no evaluation since step {best} was better (train.patience)"
+    return place

@@ -1,19 +1,24 @@
 """What a run finds in its workdir or puts there before step 1: config, tokenizer, corpora."""
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from flaxformer_min.batching import BatchPlan
-from flaxformer_min.checkpoint import FOLDER, counted_steps, load_for_inference
+from flaxformer_min.checkpoint import FOLDER, load_for_inference
 from flaxformer_min.config import Config, check_resume, config_from_json, config_to_json
 from flaxformer_min.corpus import EncodedCorpus, prepare_split
+from flaxformer_min.durable import replace_file
 from flaxformer_min.errors import UserError
 from flaxformer_min.parallel import read_pairs
+from flaxformer_min.retention import counted_steps
 from flaxformer_min.tokenizer import Tokenizer, prepare_tokenizer
 
 CONFIG, TOKENIZER, CORPUS = "config.json", "tokenizer.model", "corpus.json"
@@ -28,99 +33,136 @@ class Data(NamedTuple):
     plan: BatchPlan
 
 
+@contextlib.contextmanager
+def hold(workdir: Path) -> Generator[None, None, None]:
+    """A context in which the workdir is this process's alone; makes it where there is none.
+
+    Raises UserError where another process holds it, or where it is no workdir of a run.
+    """
+    _config_there(workdir)  # before anything is put into a directory of something else
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"--workdir {workdir}: is a file; give a directory") from None
+    with open(workdir / "lock", "a") as lock:  # the system lets go of it if we are killed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--workdir {workdir}: another run is at work in it; wait for it or use another"
+            ) from None
+        yield
+
+
 def claim(workdir: Path, config: Config) -> None:
-    """Makes the workdir this run's and writes config.json.
+    """Makes a workdir that is held the one of this run.
 
     With checkpoints in it, it must be a run of the same config. Without, every start is a fresh
     one: it forgets what a start that came to nothing left. Compiled programs are cached in the
     workdir too, unless JAX was told another place.
 
-    Raises UserError naming what differs, or what in the workdir is not a run's.
+    Raises UserError naming what differs.
     """
-    path = workdir / CONFIG
-    if path.exists():
-        _take_over(path, config)
-    elif found := [name for name in (FOLDER, TOKENIZER) if (workdir / name).exists()]:
-        raise UserError(f"{workdir}: has {found[0]} but no {CONFIG}; use another --workdir")
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"--workdir {workdir}: is a file; give a directory") from None
-    _replace(path, config_to_json(config).encode())
+    before = _config_there(workdir)
+    if before is not None and _resumes(workdir):
+        check_resume(before, config)
+    else:
+        for name in (TOKENIZER, CORPUS):
+            (workdir / name).unlink(missing_ok=True)
+        write_config(workdir, config)  # first of all: it marks what follows as a run's
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
+
+
+def write_config(workdir: Path, config: Config) -> None:
+    """Writes config.json: on a resume when nothing can be refused any more."""
+    replace_file(workdir / CONFIG, config_to_json(config).encode())
 
 
 def prepare_data(config: Config, workdir: Path) -> Data:
     """Tokenizer, encoded corpora and the plan of batches; writes corpus.json, the corpus report.
 
-    Raises UserError if a resumed run would train on another corpus than before.
+    Raises UserError if a resumed run would train on another corpus or tokenizer than before.
     """
-    tokenizer = _tokenizer(config, workdir)
-    cache, path = workdir / "corpus", workdir / CORPUS
+    before = _digests(workdir) if _resumes(workdir) else {}
+    tokenizer = _tokenizer(config, workdir, before.get("tokenizer"))
+    cache = workdir / "corpus"
     train, train_report = prepare_split(config.data, config.data.train, tokenizer, cache)
+    if before and before["train"] != train_report["digest"]:
+        raise UserError(f"data.train: {workdir} was trained on other text; use a new --workdir")
     validation, validation_report = prepare_split(
         config.data, config.data.validation, tokenizer, cache, keep_all=True
     )
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))["train"]["digest"]
-        if before != train_report["digest"]:
-            raise UserError(f"data.train: {workdir} was trained on other text; use a new --workdir")
-    report = {"train": train_report, "validation": validation_report}
-    _replace(path, (json.dumps(report, indent=2) + "\n").encode())
-    return Data(tokenizer, train, validation, BatchPlan(train.lengths, config.data))
+    plan = BatchPlan(train.lengths, config.data)
+    report = {
+        "tokenizer": tokenizer.sha256,
+        "train": train_report,
+        "validation": validation_report,
+    }
+    replace_file(workdir / CORPUS, (json.dumps(report, indent=2) + "\n").encode())
+    return Data(tokenizer, train, validation, plan)
 
 
-def _take_over(path: Path, config: Config) -> None:
-    """Refuses another run's workdir, or clears one without checkpoints."""
+def _config_there(workdir: Path) -> Config | None:
+    """The config of the run that has this workdir, if one has; refuses what is not a run's."""
+    path = workdir / CONFIG
+    if not path.exists():
+        for name in (FOLDER, TOKENIZER):
+            if (workdir / name).exists():
+                raise UserError(f"{workdir}: has {name} but no {CONFIG}; use another --workdir")
+        return None
     try:
-        before = config_from_json(path.read_text(encoding="utf-8"))
+        return config_from_json(path.read_text(encoding="utf-8"))
     except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}; use another --workdir") from None
-    if counted_steps(path.parent / FOLDER):
-        check_resume(before, config)
-    else:
-        for name in (TOKENIZER, CORPUS):
-            (path.parent / name).unlink(missing_ok=True)
 
 
-def _tokenizer(config: Config, workdir: Path) -> Tokenizer:
-    """The workdir's tokenizer; put there when the run starts."""
-    path = workdir / TOKENIZER
-    if path.exists():
+def _resumes(workdir: Path) -> bool:
+    return bool(counted_steps(workdir / FOLDER))
+
+
+def _digests(workdir: Path) -> dict[str, str]:
+    """What corpus.json says the run was trained on: its "tokenizer" and the text of "train"."""
+    path = workdir / CORPUS
+    try:
+        report = json.loads(path.read_bytes())
+        return {"tokenizer": report["tokenizer"], "train": report["train"]["digest"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error!r:.80}), so nothing says what the run was trained on; "
+            "put it back or use a new --workdir"
+        ) from None
+
+
+def _tokenizer(config: Config, workdir: Path, sha256: str | None) -> Tokenizer:
+    """The workdir's tokenizer, which on a resume has this digest; put there when the run starts."""
+    path, start_from = workdir / TOKENIZER, config.train.initialize_from
+    if sha256 is not None:
+        found = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(found).hexdigest() != sha256:  # checked before any parser sees it
+            raise UserError(f"{path}: not this run's any more; every checkpoint has a copy of it")
         tokenizer = Tokenizer.load(path)
-        if config.data.tokenizer and not config.train.initialize_from:
-            _refuse_another(tokenizer, config, workdir)
+        _refuse_another(tokenizer, config, str(workdir))
         return tokenizer
-    if config.train.initialize_from is not None:
-        tokenizer = _tokenizer_of(config.train.initialize_from, config)
-    else:
+    if start_from is None:
         tokenizer = prepare_tokenizer(config.data, _lines(config))
-    _replace(path, tokenizer.model_bytes)
+    else:  # the weights know no other
+        tokenizer = load_for_inference(start_from).tokenizer
+        _refuse_another(tokenizer, config, f"{start_from} (train.initialize_from)")
+    replace_file(path, tokenizer.model_bytes)
     return tokenizer
 
 
-def _tokenizer_of(folder: str, config: Config) -> Tokenizer:
-    """That of another run, whose weights know no other; the config must not ask for another."""
-    tokenizer, data = load_for_inference(folder).tokenizer, config.data
+def _refuse_another(tokenizer: Tokenizer, config: Config, owner: str) -> None:
+    """Raises UserError where the config asks for another tokenizer than the `owner`'s."""
+    data = config.data
     if data.vocab_size != tokenizer.vocab_size:
         raise UserError(
-            f"data.vocab_size is {data.vocab_size}, but the tokenizer of {folder} "
-            f"(train.initialize_from) has {tokenizer.vocab_size} ids"
+            f"data.vocab_size is {data.vocab_size}, but the tokenizer of {owner} has "
+            f"{tokenizer.vocab_size} ids"
         )
     if data.tokenizer and prepare_tokenizer(data, ()).sha256 != tokenizer.sha256:
-        raise UserError(
-            f"data.tokenizer is another than that of {folder} (train.initialize_from); leave it out"
-        )
-    return tokenizer
-
-
-def _refuse_another(tokenizer: Tokenizer, config: Config, workdir: Path) -> None:
-    if prepare_tokenizer(config.data, ()).sha256 != tokenizer.sha256:
-        raise UserError(
-            f"data.tokenizer: {config.data.tokenizer} is another than that of {workdir}; "
-            "set it back or use a new workdir"
-        )
+        raise UserError(f"data.tokenizer is another than that of {owner}; leave it out")
 
 
 def _lines(config: Config) -> Iterator[str]:
@@ -129,10 +171,3 @@ def _lines(config: Config) -> Iterator[str]:
         print("training the tokenizer ...", file=sys.stderr)
     for pair in read_pairs(config.data, config.data.train):
         yield from pair
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file that is whole or not there."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)

@@ -12,6 +12,7 @@ from tensorboardX.proto.event_pb2 import Event
 from flaxformer_min.metrics import MetricsLog
 from flaxformer_min.schedule import warmup_inverse_sqrt
 from flaxformer_min.step import Metrics
+from flaxformer_min.stopping import Position
 
 
 def lines(workdir: Path) -> list[dict]:
@@ -36,8 +37,9 @@ def events(workdir: Path) -> list[tuple[str, int, float]]:
     return found
 
 
-def open_log(workdir: Path, step: int = 0, steps: int = 40) -> MetricsLog:
-    return MetricsLog(workdir, step, steps, warmup_inverse_sqrt(16, 10, peak=0.5))
+def open_log(workdir: Path, step: int = 0, evaluation: dict | None = None) -> MetricsLog:
+    at, schedule = Position(step, evaluation=evaluation), warmup_inverse_sqrt(16, 10, peak=0.5)
+    return MetricsLog(workdir, at, 40, schedule, lambda step: [1000 + step, 7])
 
 
 def metrics(loss: float, skipped: int = 0, in_a_row: int = 0) -> Metrics:
@@ -75,8 +77,10 @@ def test_opening_the_log_at_a_step_drops_later_lines_and_a_cut_one(tmp_path):
     evaluation = {"step": 2, "validation_loss": 1.0}
     text = "".join(json.dumps(line) + "\n" for line in [*whole[:2], evaluation, whole[2]])
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4, "lo')
-    open_log(tmp_path, step=2).close()
+    open_log(tmp_path, 2, evaluation).close()
     assert lines(tmp_path) == [*whole[:2], evaluation]
+    open_log(tmp_path, 2).close()  # the evaluation at this step is to be made again
+    assert lines(tmp_path) == whole[:2]
 
 
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
@@ -120,6 +124,6 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path):
     log = open_log(tmp_path)
     log.push(19, metrics(math.inf, skipped=12, in_a_row=9))
     log.push(20, metrics(math.inf, skipped=13, in_a_row=10))
-    with pytest.raises(FloatingPointError, match="steps 11 to 20 were not finite"):
+    with pytest.raises(FloatingPointError, match=r"^steps 11 to 20 were .* last batch: 7, 1020$"):
         log.flush()
     log.close()

@@ -5,14 +5,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh, NamedSharding
 
+import flaxformer_min.step
 from flaxformer_min.batching import Batch
+from flaxformer_min.blocks import FeedForward
 from flaxformer_min.config import MeshConfig, ModelConfig, OptimizerConfig
 from flaxformer_min.errors import UserError
+from flaxformer_min.model import Transformer
 from flaxformer_min.schedule import make_optimizer
-from flaxformer_min.sharding import ROWS, make_mesh, shardings
-from flaxformer_min.state import count_parameters, init_state, split_model
+from flaxformer_min.sharding import AXES, ROWS, make_mesh, shardings
+from flaxformer_min.state import TrainState, count_parameters, init_state, split_model
 from flaxformer_min.step import loss_sums, make_train_step, shift_right
 
 PAD, BOS, EOS, VOCAB = 0, 2, 3, 48
@@ -62,6 +69,10 @@ def assert_close(left, right, tolerance):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * (1e-3 + np.abs(one).max()))
 
 
+def assert_same_bits(left, right):
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
 def test_the_decoder_reads_bos_and_then_every_token_but_the_last():
     target = jnp.array([[5, 7, EOS], [11, EOS, PAD]])
     assert shift_right(target, BOS).tolist() == [[BOS, 5, 7], [BOS, 11, EOS]]
@@ -82,14 +93,76 @@ def test_filler_rows_and_more_padding_do_not_change_loss_or_gradient():
     assert_close(gradient(params, short), gradient(params, longer), 1e-5)
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulation_over_ragged_micro_batches_is_the_gradient_of_one_big_batch(accumulation):
-    batch = ragged_batch()
-    whole, _ = make_step()(fresh_state(), batch, KEY)
-    parts, metrics = make_step(accumulation)(fresh_state(), batch, KEY)
-    assert metrics.tokens == 29
-    # Adam's first moment after one step is (1 - beta1) times the gradient.
-    assert_close(whole.opt_state[0].mu, parts.opt_state[0].mu, 1e-5)
+# Token-true averages
+
+# Its state is the last gradient, and it changes nothing.
+KEEP_GRADIENT = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, _, params: (jax.tree.map(jnp.zeros_like, params), grads),
+)
+# Of two micro-batches the second is all padding, of four every second one.
+RAGGED = (1, 0, 3, 0, 30, 0, 2, 0, 2, 0, 30, 0, 1, 0, 3, 0)
+
+
+def gradient_of(dtype, accumulation: int, devices: int):
+    """(loss, gradient) of the ragged batch, computed on so many devices in so many parts."""
+    params = jax.tree.map(
+        lambda leaf: np.asarray(leaf, dtype), jax.device_get(fresh_state().params)
+    )
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, 1, 1), AXES)
+    zero = np.int32(0)
+    state = TrainState(zero, params, params, zero, zero)
+    state = jax.device_put(state, shardings(mesh, state))
+    batch = jax.device_put(ragged_batch(RAGGED, 7, 31), NamedSharding(mesh, ROWS))
+    step = make_train_step(
+        GRAPHDEF, KEEP_GRADIENT, **KEYWORDS, smoothing=0.1, accumulation=accumulation
+    )
+    state, metrics = jax.jit(step)(state, batch, jax.random.key(5))
+    assert metrics.tokens == sum(RAGGED)
+    return jax.device_get((metrics.loss, state.opt_state))
+
+
+@functools.cache
+def whole_gradient(dtype):
+    return gradient_of(dtype, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "devices"),
+    [("float32", 4, 2), ("float64", 2, 4)],
+)
+def test_every_token_weighs_alike_over_ragged_micro_batches_and_devices(
+    dtype, accumulation, devices
+):
+    tolerance = {"float32": 1e-6, "float64": 1e-12}[dtype]
+    with jax.enable_x64(dtype == "float64"):
+        expected, found = whole_gradient(dtype), gradient_of(dtype, accumulation, devices)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == dtype
+        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other)
+
+
+def narrowed(jaxpr) -> list[str]:
+    """The equations that make 32 bits of 64, at any depth."""
+    found = []
+    for equation in jaxpr.eqns:
+        types = [[v.aval.dtype for v in side] for side in (equation.invars, equation.outvars)]
+        if jnp.float64 in types[0] and jnp.float32 in types[1]:
+            found.append(str(equation))
+        for inner in jaxprs_in_params(equation.params):
+            found += narrowed(inner)
+    return found
+
+
+def test_with_float64_weights_nothing_is_rounded_to_float32():
+    step = make_train_step(GRAPHDEF, OPTIMIZER, **KEYWORDS, smoothing=0.1, accumulation=2)
+    with jax.enable_x64(True):
+        params = jax.tree.map(
+            lambda leaf: leaf.astype(np.float64), jax.device_get(fresh_state().params)
+        )
+        state = TrainState(np.int32(0), params, OPTIMIZER.init(params), np.int32(0), np.int32(0))
+        jaxpr = jax.make_jaxpr(step)(state, ragged_batch(), jax.random.key(5))
+    assert narrowed(jaxpr.jaxpr) == []
 
 
 def test_a_batch_of_filler_rows_alone_gives_finite_numbers():
@@ -98,21 +171,59 @@ def test_a_batch_of_filler_rows_alone_gives_finite_numbers():
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
-def test_a_step_that_is_not_finite_changes_neither_parameters_nor_moments_nor_the_rate():
-    step, batch = make_step(), ragged_batch()
-    state, _ = step(fresh_state(), batch, KEY)
-    broken = state.params | {"embedding": state.params["embedding"].at[5, 3].set(jnp.nan)}
-    broken_state = state._replace(params=broken)
-    after, metrics = step(broken_state, batch, KEY)
-    assert (int(after.step), int(after.skipped), int(metrics.skipped_in_a_row)) == (2, 1, 1)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (after.params, after.opt_state),
-        (broken, state.opt_state),
+# Numbers that are not finite
+
+
+class NotFinite(FeedForward):
+    """A sublayer one of whose activations is not a number."""
+
+    def __call__(self, x, key=None):
+        return super().__call__(x, key).at[0, 1, 2].set(jnp.nan)
+
+
+@jax.custom_vjp
+def infinite_gradient(x):
+    """x itself, but its gradient has an infinite number."""
+    return x
+
+
+infinite_gradient.defvjp(lambda x: (x, None), lambda _, grad: (grad.at[5, 3].set(jnp.inf),))
+
+
+def broken_step(where: str, monkeypatch):
+    """A training step that has a number that is not finite there."""
+    if where == "activations":
+        model = Transformer(MODEL, VOCAB, rngs=nnx.Rngs(0))
+        model.encoder[0].feed_forward = NotFinite(MODEL, rngs=nnx.Rngs(0))
+        return make_step(graphdef=nnx.split(model)[0])
+
+    def broken_sums(graphdef, params, batch, **options):
+        if where == "gradient":
+            params = params | {"embedding": infinite_gradient(params["embedding"])}
+        loss, tokens = loss_sums(graphdef, params, batch, **options)
+        return (loss + jnp.inf if where == "loss" else loss), tokens
+
+    monkeypatch.setattr(flaxformer_min.step, "loss_sums", broken_sums)
+    return jax.jit(make_train_step(GRAPHDEF, OPTIMIZER, **KEYWORDS, smoothing=0.1))
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient", "activations"])
+def test_a_step_that_is_not_finite_leaves_everything_but_the_counters(where, monkeypatch):
+    good, bad, batch = make_step(), broken_step(where, monkeypatch), ragged_batch()
+    before, _ = good(fresh_state(), batch, KEY)
+    after = before
+    for skipped in (1, 2):
+        after, metrics = bad(after, batch, KEY)
+        assert (int(metrics.skipped), int(metrics.skipped_in_a_row)) == (skipped, skipped)
+        assert bool(jnp.isfinite(metrics.loss)) == (where == "gradient")
+    assert (int(after.step), int(after.skipped), int(after.opt_state[0].count)) == (3, 2, 1)
+    assert_same_bits((after.params, after.opt_state), (before.params, before.opt_state))
+    went_on, metrics = good(after, batch, KEY)
+    assert (int(metrics.skipped), int(metrics.skipped_in_a_row)) == (2, 0)
+    never_broken, _ = good(before, batch, KEY)
+    assert_same_bits(
+        (went_on.params, went_on.opt_state), (never_broken.params, never_broken.opt_state)
     )
-    healed, metrics = step(after._replace(params=state.params), batch, KEY)
-    assert (int(healed.skipped), int(metrics.skipped_in_a_row)) == (1, 0)
-    assert int(healed.opt_state[0].count) == 2
 
 
 def test_dropout_depends_on_step_and_key_and_on_nothing_else():
@@ -141,7 +252,7 @@ def test_a_mesh_of_devices_takes_the_same_step_as_one_device(sizes):
     mesh, state, batch = make_mesh(config), fresh_state(), ragged_batch()
     expected, expected_metrics = make_step()(state, batch, KEY)
     spread = jax.device_put(state, shardings(mesh, state))
-    rows = jax.device_put(batch, jax.sharding.NamedSharding(mesh, ROWS))
+    rows = jax.device_put(batch, NamedSharding(mesh, ROWS))
     got, metrics = make_step()(spread, rows, KEY)
     assert_close(metrics.loss, expected_metrics.loss, 1e-6)
     assert_close(got.opt_state[0].mu, expected.opt_state[0].mu, 1e-5)

@@ -1,10 +1,12 @@
-"""Patience: which evaluation is the best, and how many in a row were no better."""
+"""Where a run stands: the best evaluation, patience, what is due and when it is over."""
 
+import dataclasses
 import math
 
 import pytest
 
-from flaxformer_min.stopping import Progress, score
+from flaxformer_min.config import TrainConfig
+from flaxformer_min.stopping import Position, Progress, score
 
 
 def progress_after(scores: list[float]) -> Progress:
@@ -48,3 +50,44 @@ def test_higher_bleu_and_lower_loss_score_higher():
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ranks_below_every_other(loss):
     assert score({"validation_loss": loss}, "loss") < score({"validation_loss": 1e30}, "loss")
+
+
+TRAIN = TrainConfig(steps=70, evaluate_every=30, checkpoint_every=10, patience=2)
+RECORD = {"bleu": {"score": 3.0}, "validation_loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluation", "due", "regular", "over"),
+    [
+        (0, None, False, True, False),
+        (7, None, False, False, False),
+        (10, None, False, True, False),
+        (30, None, True, False, False),  # saved now, the checkpoint would lack its evaluation
+        (30, RECORD, False, True, False),
+        (70, None, True, False, False),  # the last step is always evaluated
+        (70, RECORD, False, True, True),
+        (80, None, True, False, False),  # of a run that had more steps
+        (80, RECORD, False, True, True),
+    ],
+)
+def test_what_is_due_at_a_step(step, evaluation, due, regular, over):
+    at = Position(step, evaluation=evaluation)
+    assert (at.evaluation_due(TRAIN), at.regular(TRAIN), at.over(TRAIN)) == (due, regular, over)
+
+
+def test_a_position_counts_its_evaluations_and_steps():
+    at = Position().next()
+    assert at == Position(1, Progress(), None, saved=False)
+    at = Position(30).evaluated(RECORD, TRAIN)
+    assert at == Position(30, Progress(3.0, 30, 0), RECORD, saved=False)
+    assert at.next() == Position(31, Progress(3.0, 30, 0), None, saved=False)
+    for step in (60, 61):
+        assert not at.over(TRAIN)
+        at = Position(step, at.progress).evaluated(RECORD, TRAIN)
+    assert at.over(TRAIN)
+    assert not at.over(dataclasses.replace(TRAIN, patience=None))
+
+
+def test_a_position_ranks_by_the_metric_of_the_config():
+    by_loss = dataclasses.replace(TRAIN, best_metric="loss")
+    assert Position(30).evaluated(RECORD, by_loss).progress == Progress(-1.0, 30, 0)

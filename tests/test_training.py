@@ -1,5 +1,7 @@
 """Whole runs: repeated, stopped, continued and killed, they end the same."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -9,32 +11,51 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_config
 from jax.sharding import NamedSharding
 from tiny_config import changed
 
-from flaxformer_min import training
+import flaxformer_min.step
+from flaxformer_min import training, validation
 from flaxformer_min.batching import assemble
-from flaxformer_min.checkpoint import counted_steps, load_for_inference
+from flaxformer_min.checkpoint import Checkpoints, load_for_inference
+from flaxformer_min.checkpoint_directory import Meta, read_meta
 from flaxformer_min.config import Config
 from flaxformer_min.errors import UserError
 from flaxformer_min.profiler import Profiler
+from flaxformer_min.retention import counted_steps
 from flaxformer_min.sharding import ROWS, make_mesh
+from flaxformer_min.state import TrainState
+from flaxformer_min.step import loss_sums
+from flaxformer_min.stopping import Progress
 from flaxformer_min.training import Trainer
 from flaxformer_min.translate import Translator
 from flaxformer_min.validation import Validation
-from flaxformer_min.workdir import claim, prepare_data
+from flaxformer_min.workdir import claim, hold, prepare_data
 
 ROOT = Path(__file__).parent.parent
+BLEU = {"score": 1.0, "signature": "none"}
 
 
 def losses(workdir: Path) -> list[tuple[str, str]]:
     """(step, loss) of every training step, as the text in metrics.jsonl."""
     return re.findall(r'"step": (\d+), "loss": ([^,]+),', (workdir / "metrics.jsonl").read_text())
+
+
+def evaluations(workdir: Path) -> list[dict]:
+    lines = map(json.loads, log_lines(workdir))
+    return [line for line in lines if "validation_loss" in line]
+
+
+def metas(workdir: Path) -> list[Meta]:
+    """Of every checkpoint: its step, evaluation, progress ..."""
+    return [read_meta(workdir / "checkpoints" / str(step)) for step in steps_of(workdir)]
 
 
 def steps_of(workdir: Path) -> list[int]:
@@ -47,6 +68,8 @@ def assert_same_bits(left, right):
 
 def assert_ended_alike(workdir: Path, finished: Path):
     assert losses(workdir) == losses(finished)
+    assert evaluations(workdir) == evaluations(finished)
+    assert metas(workdir) == metas(finished)
     one, other = load_for_inference(workdir), load_for_inference(finished)
     assert (one.step, one.tokenizer.sha256) == (other.step, other.tokenizer.sha256)
     assert_same_bits(one.params, other.params)
@@ -66,21 +89,40 @@ def test_a_run_with_more_steps_goes_on_and_ends_like_one_never_stopped(tiny, fin
     assert_ended_alike(tmp_path, finished)
 
 
-def test_a_signal_during_an_evaluation_saves_that_step(tiny, finished, tmp_path, monkeypatch):
-    def interrupted(self, params, step, bleu=Validation.bleu):
-        os.kill(os.getpid(), signal.SIGINT)
-        return bleu(self, params, step)
+@contextlib.contextmanager
+def signalled_in(owner: Any, name: str, call: int, number: int = signal.SIGTERM):
+    """Within it, the process gets a signal when `name` is called for the `call`-th time."""
+    original, calls = getattr(owner, name), itertools.count(1)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Validation, "bleu", interrupted)
-        assert training.run(tiny, tmp_path) == 130
-    assert steps_of(tmp_path) == [50, 100]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    def interrupted(*arguments, **options):
+        if next(calls) == call:
+            os.kill(os.getpid(), number)
+        return original(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        yield
+
+
+def test_a_run_stopped_in_every_phase_ends_like_one_never_stopped(tiny, finished, tmp_path):
+    phases = [
+        (Trainer, "step", 1, [1]),
+        (Checkpoints, "save", 1, [50, 51]),  # the stop is noticed one step after it
+        (validation, "evaluation_batches", 1, [50, 100]),
+        (Translator, "decode", 1, [50, 100]),
+        (Trainer, "step", 18, [50, 100, 118]),
+        (Validation, "bleu", 1, [100, 150, 200]),
+    ]
+    for owner, name, call, steps in phases:
+        with signalled_in(owner, name, call):
+            assert training.run(tiny, tmp_path) == 143
+        assert steps_of(tmp_path) == steps
     assert training.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
+    assert not (tmp_path / "checkpoints" / "118").exists()
 
 
-def test_a_stopped_process_exits_with_its_signal_and_the_same_command_goes_on(
+def test_a_stopped_process_leaves_no_child_and_the_same_command_goes_on(
     tiny, finished, corpus, tmp_path
 ):
     verbs = ["train.py"], ["-m", "flaxformer_min", "train"]
@@ -89,13 +131,17 @@ def test_a_stopped_process_exits_with_its_signal_and_the_same_command_goes_on(
     for verb, number, status in zip(verbs, signals, statuses, strict=True):
         config = f"{tiny_config.__file__}:{corpus}"
         command = [sys.executable, *verb, "--config", config, "--workdir", str(tmp_path)]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
             while process.poll() is None and len(list(log_lines(tmp_path))) <= done:
                 time.sleep(0.01)
-            process.send_signal(number)
+            os.killpg(process.pid, number)
             _, errors = process.communicate()
         assert process.returncode == status, errors
         assert re.search(r"stopped at step \d+; the same command goes on\n$", errors)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
         done = max(json.loads(line)["step"] for line in log_lines(tmp_path))
         assert steps_of(tmp_path)[-1] == done < tiny.train.steps
     assert training.run(tiny, tmp_path) == 0
@@ -140,6 +186,82 @@ def prepared(config: Config, workdir: Path) -> Trainer:
     return Trainer(config, make_mesh(config.mesh), prepare_data(config, workdir))
 
 
+def advanced(trainer: Trainer, state: TrainState, start: int, end: int) -> TrainState:
+    """The state after the steps from `start` to `end`."""
+    with contextlib.closing(trainer.batches(start)) as batches:
+        for _ in range(start, end):
+            state, metrics = trainer.step(state, next(batches))
+            float(metrics.loss)  # on few cores, eight devices in many steps at once can starve
+    return state
+
+
+@pytest.mark.parametrize(("accumulation", "shapes"), [(1, 1), (4, 2)])
+def test_a_state_restored_at_any_step_of_three_epochs_ends_with_the_same_bits(
+    tiny, tmp_path, accumulation, shapes
+):
+    config = changed(tiny, "optimizer", accumulation=accumulation)
+    config = changed(config, "data", num_buckets=shapes)
+    config = changed(changed(config, "mesh", data=4, tensor=2), "train", keep_last=9)
+    trainer = prepared(config, tmp_path)
+    epoch = trainer.data.plan.batches_per_epoch
+    points = sorted({1, epoch - 1, epoch, epoch + 1, 2 * epoch, 3 * epoch - 1})
+    with Checkpoints(tmp_path, config, trainer.data.tokenizer) as checkpoints:
+        state, at = trainer.fresh_state(), 0
+        for point in points:
+            state, at = advanced(trainer, state, at, point), point
+            checkpoints.save(state, point)
+        end = jax.device_get(advanced(trainer, state, at, 3 * epoch))
+        checkpoints.wait()
+        for point in points:
+            state = trainer.saved_state(checkpoints, point)
+            assert_same_bits(jax.device_get(advanced(trainer, state, point, 3 * epoch)), end)
+
+
+def test_patience_ends_a_run_for_good_and_survives_a_stop(tiny, tmp_path, monkeypatch, capsys):
+    def evaluation(self, params, step, stop_requested):
+        loss = {50: 3.0, 100: 2.0, 150: 2.0, 200: 2.5}[step]
+        return {
+            "validation_loss": loss,
+            "validation_perplexity": 9.0,
+            "bleu": BLEU | {"step": step},
+        }
+
+    monkeypatch.setattr(Validation, "__call__", evaluation)
+    patient = changed(
+        tiny, "train", steps=300, evaluate_every=50, patience=2, best_metric="loss", keep_last=2
+    )
+    with signalled_in(Trainer, "step", 170):
+        assert training.run(patient, tmp_path) == 143
+    assert read_meta(tmp_path / "checkpoints" / "170").progress == Progress(-2.0, 100, 1)
+    assert training.run(patient, tmp_path) == 0
+    end = "is finished, at step 200: no evaluation since step 100 was better (train.patience)"
+    assert end in capsys.readouterr().err
+    assert read_meta(tmp_path / "checkpoints" / "200").progress == Progress(-2.0, 100, 2)
+    assert training.run(patient, tmp_path) == 0
+    assert f"{end}; nothing to do" in capsys.readouterr().err
+
+
+def test_ten_steps_that_are_not_finite_end_the_run_without_a_checkpoint(
+    tiny, tmp_path, monkeypatch
+):
+    def broken_sums(*arguments, **options):
+        loss, tokens = loss_sums(*arguments, **options)
+        return loss * jnp.nan, tokens
+
+    monkeypatch.setattr(flaxformer_min.step, "loss_sums", broken_sums)
+    config = changed(tiny, "data", num_buckets=1)
+    config = changed(config, "train", evaluate_every=10, checkpoint_every=10)
+    with pytest.raises(
+        FloatingPointError, match=r"^steps 1 to 10 were not finite; .*: [\d, ]+$"
+    ) as e:
+        training.run(config, tmp_path)
+    monkeypatch.undo()
+    with hold(tmp_path):
+        _, ids = prepare_data(config, tmp_path).plan.batch_ids(9)
+    assert str(e.value).endswith(": " + ", ".join(map(str, sorted(ids))))
+    assert steps_of(tmp_path) == []
+
+
 def test_fine_tuning_starts_from_the_weights_and_tokenizer_of_another_run(tiny, finished, tmp_path):
     trainer = prepared(changed(tiny, "train", initialize_from=str(finished)), tmp_path)
     tokenizer = (finished / "tokenizer.model").read_bytes()
@@ -151,7 +273,7 @@ def test_fine_tuning_starts_from_the_weights_and_tokenizer_of_another_run(tiny, 
     assert not any(leaf.any() for leaf in jax.tree.leaves((adam.mu, adam.nu)))
     batch = assemble(trainer.data.plan, trainer.data.train, trainer.data.tokenizer.pad_id, 0)
     batch = jax.device_put(batch, NamedSharding(trainer.mesh, ROWS))
-    _, metrics = trainer.train_step(state, batch, jax.random.key(1))
+    _, metrics = trainer.step(state, batch)
     assert float(metrics.loss) < 0.8 * float(losses(finished)[0][1])
     assert_same_bits(weights, load_for_inference(finished).params)  # the step was given a copy
 
@@ -218,28 +340,3 @@ def test_a_trace_begins_after_ten_steps_where_there_are_so_many(
         found += [step] * len(running)
     profiler.stop()
     assert (found, running) == (traced, [])
-
-
-SIGNALLED = """
-import time
-from flaxformer_min.signals import StopRequest
-with StopRequest() as stop:
-    if {deferring}:
-        stop.defer()
-    print("ready", flush=True)
-    while not stop.requested:
-        time.sleep(0.001)
-    print("requested", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("deferring", [False, True])
-def test_a_second_signal_ends_the_process_at_once_and_a_first_one_before_training(deferring):
-    command = [sys.executable, "-c", SIGNALLED.format(deferring=deferring)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for answer in ("ready\n", "requested\n")[: 1 + deferring]:
-            assert process.stdout.readline() == answer
-            process.terminate()
-        assert process.wait(timeout=30) == 143

@@ -1,18 +1,23 @@
 """What a workdir lets in: its own run, and nothing that would mix two."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tiny_config import changed
 
+from flaxformer_min import training, workdir
 from flaxformer_min.errors import UserError
-from flaxformer_min.workdir import claim, prepare_data
+from flaxformer_min.workdir import claim, hold, prepare_data, write_config
+
+ROOT = Path(__file__).parent.parent
 
 
-def fake_checkpoint(workdir: Path) -> None:
+def fake_checkpoint(folder: Path) -> None:
     """Enough of one to count."""
-    folder = workdir / "checkpoints" / "10"
+    folder = folder / "checkpoints" / "10"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
 
@@ -40,13 +45,35 @@ def test_a_workdir_with_checkpoints_of_another_config_is_refused(
     claim(tmp_path, changed(tiny, section, **before))
 
 
-def test_what_may_change_on_resume_is_let_in_and_written_down(tiny, tmp_path):
+def test_what_may_change_on_resume_is_let_in_and_written_down_when_all_is_well(tiny, tmp_path):
+    def written():
+        config = json.loads((tmp_path / "config.json").read_text())
+        return config["train"]["steps"], config["decode"]["beam_size"]
+
     claim(tmp_path, tiny)
     fake_checkpoint(tmp_path)
     more = changed(changed(tiny, "train", steps=300), "decode", beam_size=3)
     claim(tmp_path, more)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["train"]["steps"], written["decode"]["beam_size"]) == (300, 3)
+    assert written() == (200, 2)  # what comes next may still be refused
+    write_config(tmp_path, more)
+    assert written() == (300, 3)
+
+
+def test_a_second_run_is_refused_while_the_first_lives(tiny, tmp_path):
+    program = "import sys, pathlib\nfrom flaxformer_min.workdir import hold\n"
+    program += "with hold(pathlib.Path(sys.argv[1])): print('held', flush=True), sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another run is at work in it"):
+            training.run(tiny, tmp_path)
+        process.kill()
+    with hold(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_a_start_that_came_to_nothing_does_not_bind_the_next(tiny, tmp_path):
@@ -73,20 +100,58 @@ def test_a_resumed_run_keeps_its_tokenizer(tiny, tmp_path):
     assert prepare_data(tiny, tmp_path).tokenizer.sha256 == first.sha256
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.model", b"x", r"tokenizer\.model: not this run's any more"),
+        ("tokenizer.model", None, r"tokenizer\.model: not this run's any more"),
+        ("corpus.json", b"{", r"corpus\.json: cannot be read"),
+        ("corpus.json", b"[]", r"corpus\.json: cannot be read"),
+        ("corpus.json", None, r"corpus\.json: cannot be read"),
+    ],
+)
+def test_a_resumed_run_misses_what_it_was_trained_with(tiny, tmp_path, name, content, message):
+    claim(tmp_path, tiny)
+    prepare_data(tiny, tmp_path)
+    fake_checkpoint(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        prepare_data(tiny, tmp_path)
+
+
+def test_a_start_killed_before_its_tokenizer_was_written_does_not_bind_the_next(
+    tiny, tmp_path, monkeypatch
+):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, hold(tmp_path):
+        patch.setattr(workdir, "prepare_tokenizer", killed)
+        claim(tmp_path, tiny)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_data(tiny, tmp_path)
+    smaller = changed(tiny, "data", vocab_size=285)
+    with hold(tmp_path):
+        claim(tmp_path, smaller)
+        assert prepare_data(smaller, tmp_path).tokenizer.vocab_size == 285
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "tokenizer.model"])
-def test_a_folder_that_is_no_workdir_is_left_alone(tiny, tmp_path, name):
+def test_a_folder_that_is_no_workdir_is_left_alone(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=f"has {name} but no config.json; use another --workdir"):
-        claim(tmp_path, tiny)
+        hold(tmp_path).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("text", [b'{"model_type": "marian"}', b"\xff", b"{"])
-def test_a_config_of_something_else_is_named_and_left_alone(tiny, tmp_path, text):
+def test_a_config_of_something_else_is_named_and_left_alone(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(UserError, match=r"config\.json: .*; use another --workdir"):
-        claim(tmp_path, tiny)
-    assert (tmp_path / "config.json").read_bytes() == text
+        hold(tmp_path).__enter__()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [text]
 
 
 def test_the_corpus_report_says_what_was_read_kept_and_dropped(tiny, tmp_path):

@@ -1,0 +1,93 @@
+"""SIGTERM and SIGINT: the first waits for a step boundary, the second for nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flaxformer_min.signals import StopRequest
+
+ROOT = Path(__file__).parent.parent
+
+# Deriving a key is one long call into C that lets other threads run, as an XLA compilation is.
+PROGRAM = """
+import hashlib
+from flaxformer_min.signals import StopRequest
+with StopRequest() as stop:
+    if {deferring}:
+        stop.defer()
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds})
+    print("came back", stop.requested, flush=True)
+"""
+LONG, SHORT = 2 * 10**9, 10**6  # rounds: many minutes, about a second
+
+
+def started(deferring: bool, rounds: int) -> subprocess.Popen[str]:
+    program = PROGRAM.format(deferring=deferring, rounds=rounds)
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("deferring", "signals", "status"),
+    [
+        (False, [signal.SIGTERM], 143),
+        (False, [signal.SIGINT], 130),
+        (True, [signal.SIGTERM, signal.SIGTERM], 143),
+        (True, [signal.SIGTERM, signal.SIGINT], 130),
+    ],
+)
+def test_a_second_signal_ends_the_process_while_it_is_in_a_long_call(deferring, signals, status):
+    with started(deferring, LONG) as process:
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.2)  # two equal ones on their way together are one to the system
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (status, "")
+
+
+def test_a_first_signal_in_a_long_call_is_known_when_it_comes_back():
+    with started(True, SHORT) as process:
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "came back True\n")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_request_is_seen_at_once_and_gives_the_exit_status(number, status):
+    with StopRequest() as stop:
+        stop.defer()
+        assert (stop.requested, stop.exit_status) == (False, 0)
+        os.kill(os.getpid(), number)
+        assert (stop.requested, stop.exit_status) == (True, status)
+
+
+def test_signals_of_other_kinds_are_no_requests():
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with StopRequest() as stop:  # not deferring: a request would end this process
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_everything_is_as_it_was_afterwards():
+    def everything():
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        wakeup = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
+        return handlers, wakeup, threading.active_count(), sorted(os.listdir("/proc/self/fd"))
+
+    before = everything()
+    with StopRequest():
+        assert everything()[:3] != before[:3]
+    assert everything() == before
