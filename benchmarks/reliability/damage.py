@@ -60,6 +60,9 @@ class _Reader:
         tokenizer = prepare_data(config, run.workdir).tokenizer
         self._run, self._newest = run, run.newest
         self._checkpoints = Checkpoints(run.workdir, config, tokenizer)
+        self._warnings, log = _Warnings(), logging.getLogger("flaxformer_min")
+        log.addHandler(self._warnings)
+        log.propagate = False
 
     def good(self) -> bool:
         """Whether both read the newest checkpoint."""
@@ -86,16 +89,17 @@ class _Reader:
         return ["read without a word"]
 
     def _passed_by(self, path: Path) -> list[str]:
-        warnings = _Warnings()
-        logging.getLogger("flaxformer_min").addHandler(warnings)
+        self._warnings.text = ""
         try:
             step = self._checkpoints.latest_good()
         except (CheckpointError, UserError) as error:
             return [f"the newest good one was not found: {error}"]
-        finally:
-            logging.getLogger("flaxformer_min").removeHandler(warnings)
         problems = [] if step is not None and step < self._newest else [f"step {step} was taken"]
-        return problems if str(path) in warnings.text else [*problems, "no warning names the file"]
+        return (
+            problems
+            if str(path) in self._warnings.text
+            else [*problems, "no warning names the file"]
+        )
 
 
 def _flip(path: Path, place: int, bit: int) -> None:

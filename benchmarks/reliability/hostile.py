@@ -168,7 +168,7 @@ class _Opener:
 
     def __init__(self, folder: Path, whole: Run) -> None:
         self.deaths = 0
-        self._rest = [config_spec(folder), whole.size.flags]
+        self._arguments = [config_spec(folder), *whole.size.flags]
         self._output = (folder / "opener.txt").open("w")
 
     def __enter__(self) -> "_Opener":
@@ -184,7 +184,7 @@ class _Opener:
         """What the process says of it, or how it ended."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        stdin.write(json.dumps([how, str(path), *self._rest]) + "\n")
+        stdin.write(json.dumps([how, str(path)]) + "\n")
         stdin.flush()
         ready, _, _ = select.select([stdout], [], [], PATIENCE)
         if line := stdout.readline() if ready else "":
@@ -194,11 +194,11 @@ class _Opener:
         status = self._process.wait()
         self.deaths += 1
         self._begin()
-        return ("died", f"by signal {-status}") if ready else ("hung", f"for {PATIENCE} s")
+        return ("died", f"with status {status}") if ready else ("hung", f"for {PATIENCE} s")
 
     def _begin(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.reliability.opener"],
+            [sys.executable, "-m", "benchmarks.reliability.opener", *self._arguments],
             cwd=ROOT,
             env=environment(1),
             stdin=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """Opens files that it is told of on standard input, and says on standard output what came of it.
 
-A line is the JSON list [how, path, FILE:ARG, flags]; the answer is one line of JSON too.
+A line is the JSON list [how, path]; the answer is one line of JSON too. The arguments are those of
+`load_config`: FILE:ARG and flags.
 """
 
 import dataclasses
@@ -49,10 +50,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w")  # nothing else may be printed there
     os.dup2(2, 1)
+    config = load_config(sys.argv[1], sys.argv[2:])
     for line in sys.stdin:
-        how, path, spec, flags = json.loads(line)
-        said = answer(how, Path(path), load_config(spec, flags))
-        print(json.dumps(said), file=answers, flush=True)
+        how, path = json.loads(line)
+        print(json.dumps(answer(how, Path(path), config)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

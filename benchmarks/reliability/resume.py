@@ -1,6 +1,8 @@
 """2: going on from every step of three epochs, through a real save and restore."""
 
 import random
+from contextlib import closing
+from itertools import islice, pairwise
 from pathlib import Path
 
 from benchmarks.reliability.inside import one_step, prepared
@@ -27,21 +29,23 @@ def resume(folder: Path, short: bool, seed: int) -> Tally:
         config, tokenizer = trainer.config, trainer.data.tokenizer
         with Checkpoints(workdir, config, tokenizer) as checkpoints:
             state = trainer.fresh_state()
-            for step in range(last + BEYOND):
-                if step in steps:
-                    checkpoints.save(state, step)
-                state = one_step(trainer, state, step)
+            for begin, end in pairwise([0, *steps]):
+                state = _trained(trainer, state, begin, end)
+                checkpoints.save(state, end)
             checkpoints.wait()
-            ended = tree_hash(state)
+            ended = tree_hash(_trained(trainer, state, steps[-1], last + BEYOND))
             for step in steps:
-                state = _trained(trainer, trainer.saved_state(checkpoints, step), step, last)
+                state = trainer.saved_state(checkpoints, step)
+                state = _trained(trainer, state, step, last + BEYOND)
                 problems = [] if tree_hash(state) == ended else ["ended with another state"]
                 tally.trial(f"accumulation {accumulation}, step {step}", problems)
         tally.notes.append(f"accumulation {accumulation}: {epoch} steps an epoch")
     return tally
 
 
-def _trained(trainer: Trainer, state: TrainState, start: int, last: int) -> TrainState:
-    for step in range(start, last + BEYOND):
-        state = one_step(trainer, state, step)
+def _trained(trainer: Trainer, state: TrainState, begin: int, end: int) -> TrainState:
+    """The state after step `end`, from that after step `begin`."""
+    with closing(trainer.batches(begin)) as batches:
+        for batch in islice(batches, end - begin):
+            state, _ = one_step(trainer, state, batch)
     return state

@@ -82,8 +82,8 @@ def _saved(start: Start) -> list[str]:
         problems.append(f"newest checkpoint is {run.newest}, said: {output.splitlines()[-1:]}")
     if run.last_step() != run.newest:
         problems.append(f"newest checkpoint is {run.newest}, last step {run.last_step()}")
-    if run.newest <= start.begun:
-        problems.append(f"no step since {start.begun}")
+    if run.newest < start.begun:
+        problems.append(f"step {start.begun} was lost")
     if left := run.unfinished():
         problems.append(f"left unfinished: {left}")
     if children := start.children_left():

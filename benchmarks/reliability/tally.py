@@ -13,11 +13,12 @@ class Tally:
         self.name, self.tried, self.failures = name, 0, list[str]()
         self.seen: Counter[str] = Counter()  # what the trials hit
         self.notes: list[str] = []
-        self._begun = time.monotonic()
+        self._begun = self._ended = time.monotonic()
 
     def trial(self, name: str, problems: Iterable[str] = (), *, seen: str | None = None) -> None:
         """One trial more; what went wrong in it is said at once."""
         self.tried += 1
+        self._ended = time.monotonic()
         if seen is not None:
             self.seen[seen] += 1
         if found := "; ".join(problems):
@@ -28,7 +29,7 @@ class Tally:
     def row(self) -> list[str]:
         """Experiment, tried, passed, what was seen."""
         seen = [f"{count} {what}" for what, count in sorted(self.seen.items())]
-        seconds = f"{time.monotonic() - self._begun:.0f} s"
+        seconds = f"{self._ended - self._begun:.0f} s"
         passed = self.tried - len(self.failures)
         return [self.name, str(self.tried), str(passed), "; ".join([*seen, *self.notes, seconds])]
 
