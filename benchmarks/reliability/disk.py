@@ -7,7 +7,7 @@ import re
 import resource
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from benchmarks.reliability.runs import Run, Start, one_line, programs, reference, same_end, size
@@ -100,7 +100,7 @@ def _checked(start: Start, before: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _small_disk(mount: Path, short: bool) -> Iterator[Path | None]:
+def _small_disk(mount: Path, short: bool) -> Generator[Path | None]:
     """A tmpfs, or None where we may not mount one."""
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={MEBIBYTES}m", "tmpfs", str(mount)]

@@ -106,12 +106,13 @@ def _found(state: TrainState, devices: int, accumulation: int) -> Callable[[Batc
 def _written(params: Any, batch: Batch) -> jax.Array:
     """The mean loss of the tokens, without the training step."""
     model = nnx.merge(split_model(MODEL, VOCAB_SIZE)[0], params)
-    target_in, source_mask = shift_right(batch.target, BOS_ID), padding_mask(batch.source, PAD_ID)
+    source, target = map(jnp.asarray, batch)
+    target_in, source_mask = shift_right(target, BOS_ID), padding_mask(source, PAD_ID)
     target_mask = padding_mask(target_in, PAD_ID) & causal_mask(target_in.shape[1])
-    memory = model.encode(batch.source, source_mask)
+    memory = model.encode(source, source_mask)
     logits = model.decode(target_in, memory, target_mask, source_mask)
-    weights = (batch.target != PAD_ID).astype(logits.dtype)
-    total, tokens = smoothed_cross_entropy(logits, batch.target, weights, SMOOTHING)
+    weights = (target != PAD_ID).astype(logits.dtype)
+    total, tokens = smoothed_cross_entropy(logits, target, weights, SMOOTHING)
     return total / tokens
 
 
@@ -119,7 +120,6 @@ def _furthest(found: Any, expected: Any) -> float:
     """The largest distance of a leaf from the expected one, relative to the latter's norm."""
 
     def distance(a: jax.Array, b: jax.Array) -> float:
-        a, b = np.asarray(a), np.asarray(b)
-        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+        return float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b))
 
     return max(jax.tree.leaves(jax.tree.map(distance, found, expected)))

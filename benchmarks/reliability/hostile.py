@@ -62,10 +62,9 @@ def _mutated(
         shutil.copytree(whole.newest_folder, to)
     files = [to / name for name in OURS[how]] if how in OURS else sorted(to.rglob("*"))
     file = draw.choice([path for path in files if path.is_file() and path.stat().st_size])
-    before = after = file.read_bytes()
-    while after == before:
-        mutation = draw.choice(MUTATIONS)
-        after = mutation(before, payloads, draw)
+    before, mutation = file.read_bytes(), draw.choice(MUTATIONS)
+    while (after := mutation(before, payloads, draw)) == before:
+        pass
     file.write_bytes(after)
     if how == "sealed checkpoint":
         (to / MANIFEST).unlink()
@@ -85,8 +84,8 @@ def _bit(content: bytes, _: list[bytes], draw: random.Random) -> bytes:
 
 def _noise(content: bytes, _: list[bytes], draw: random.Random) -> bytes:
     changed = bytearray(content)
-    for _ in range(draw.randint(2, 20)):
-        changed[draw.randrange(len(content))] = draw.randrange(256)
+    for place in draw.choices(range(len(content)), k=draw.randint(2, 20)):
+        changed[place] = draw.randrange(256)
     return bytes(changed)
 
 

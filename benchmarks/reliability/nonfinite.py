@@ -15,7 +15,6 @@ from benchmarks.reliability.inside import one_step, prepared
 from benchmarks.reliability.runs import Size, tree_hash
 from benchmarks.reliability.tally import Tally
 from flaxformer_min import step as step_module
-from flaxformer_min.batching import Batch
 from flaxformer_min.state import TrainState
 from flaxformer_min.training import Trainer
 
@@ -54,7 +53,7 @@ def _poisoned(graphdef: Any, params: Any, batch: Any, **options: Any) -> Any:
     def poison(place: str) -> jax.Array:
         """The value if the mark is there, else 0."""
         found = [(batch.source == _mark(place, value)).any() for value in VALUES]
-        return sum(jnp.where(mark, value, 0.0) for mark, value in zip(found, VALUES, strict=True))
+        return jnp.where(jnp.array(found), jnp.array(VALUES), 0).sum()
 
     bad = {place: poison(place) for place in PLACES}
     params = jax.tree.map(lambda leaf: _with_gradient(leaf, bad["gradient"]), params)
@@ -74,15 +73,16 @@ _with_gradient.defvjp(
 )
 
 
-def _marked(batch: Batch, place: str, value: float, draw: random.Random) -> Batch:
+def _marked(batch: Any, place: str, value: float, draw: random.Random) -> Any:
     """The batch with the poison in one of its pairs."""
     pairs = np.flatnonzero(np.asarray(batch.source)[:, 0])  # the other rows are padding
-    source = batch.source.at[draw.choice(pairs.tolist()), 0].set(_mark(place, value))
-    return batch._replace(source=source)
+    source = np.array(batch.source)
+    source[draw.choice(pairs.tolist()), 0] = _mark(place, value)
+    return batch._replace(source=jax.device_put(source, batch.source.sharding))
 
 
 def _compared(
-    trainer: Trainer, state: TrainState, batch: Batch, place: str
+    trainer: Trainer, state: TrainState, batch: Any, place: str
 ) -> tuple[list[str], TrainState]:
     """Takes the poisoned step; returns what is wrong after it, and the state."""
     before, step, skipped = _kept(state), int(state.step), int(state.skipped)

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,30 +97,23 @@ class Run:
     """One workdir and the command that trains in it, to be given again and again."""
 
     def __init__(self, workdir: Path, folder: Path, size: Size) -> None:
-        self.workdir, self.size, self.folder = workdir, size, folder
-        self.starts = 0
-        rest = ["--config", config_spec(folder), "--workdir", str(workdir), *size.flags]
-        self._arguments = rest
+        self.workdir, self.size, self.starts = workdir, size, 0
+        spec = config_spec(folder)
+        self._arguments = ["--config", spec, "--workdir", str(workdir), *size.flags]
 
     def start(
         self,
         program: Sequence[str] = (str(ROOT / "train.py"),),
         *,
         cold: bool = False,
-        preexec: Callable[[], None] | None = None,
         **variables: str,
     ) -> "Start":
         """Gives the command; `cold` makes it compile everything anew."""
         self.starts += 1
         if cold:
             shutil.rmtree(self.workdir / "compiled", ignore_errors=True)
-        return Start(
-            self,
-            [sys.executable, *program, *self._arguments],
-            cold,
-            preexec,
-            environment(self.size.devices, **variables),
-        )
+        environ = environment(self.size.devices, **variables)
+        return Start(self, [sys.executable, *program, *self._arguments], cold, environ)
 
     def finish(self, **options: Any) -> "Start":
         start = self.start(**options)
@@ -182,12 +175,13 @@ class Run:
 class Start:
     """One process of a run."""
 
+    WATCHED = "config.json", "corpus.json", "metrics.jsonl"
+
     def __init__(
         self,
         run: Run,
         command: list[str],
         cold: bool,
-        preexec: Callable[[], None] | None,
         env: dict[str, str],
     ) -> None:
         self.run, self.cold, self.begun = run, cold, run.newest
@@ -202,10 +196,7 @@ class Start:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=preexec,
             )
-
-    WATCHED = "config.json", "corpus.json", "metrics.jsonl"
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")
@@ -333,9 +324,5 @@ def one_line(output: str) -> list[str]:
     """Problems of an error that should be one line, the last, without a traceback."""
     if "Traceback" in output:
         return ["a traceback: " + output.strip().splitlines()[-1]]
-    lines = output.strip().splitlines()
-    return [] if lines and lines[-1].startswith("error: ") else ["no error line: " + lines[-1]]
-
-
-def first(problems: Iterable[str], count: int = 3) -> list[str]:
-    return list(problems)[:count]
+    last = output.strip().splitlines()[-1:]
+    return [] if last and last[0].startswith("error: ") else [f"no error line, but {last}"]
