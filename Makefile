@@ -1,5 +1,6 @@
 # make demo   train the built-in task, average, evaluate, translate a few sentences
 # make test   lint, types, tests
+# make reliability   runs killed, stopped, starved and damaged; a table (half an hour)
 #
 # Both make .venv first, from the first python3 on PATH that is new enough, or from PYTHON=...
 
@@ -10,7 +11,7 @@ PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check -c constra
 PINS = pyproject.toml constraints.txt
 RUN = runs/demo
 
-.PHONY: demo test clean
+.PHONY: demo test reliability clean
 
 demo: .venv/installed
 	.venv/bin/python train.py --config configs/demo.py --workdir $(RUN)
@@ -23,6 +24,9 @@ test: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/pyrefly check --python-interpreter-path .venv/bin/python
 	.venv/bin/python -m pytest -n 2 --dist loadfile
+
+reliability: .venv/installed
+	.venv/bin/python -m benchmarks.reliability
 
 clean:
 	rm -rf .venv

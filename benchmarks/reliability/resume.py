@@ -1,0 +1,51 @@
+"""2: going on from every step of three epochs, through a real save and restore."""
+
+import random
+from contextlib import closing
+from itertools import islice, pairwise
+from pathlib import Path
+
+from benchmarks.reliability.inside import one_step, prepared
+from benchmarks.reliability.runs import Size, tree_hash
+from benchmarks.reliability.tally import Tally
+from flaxformer_min.checkpoint import Checkpoints
+from flaxformer_min.state import TrainState
+from flaxformer_min.training import Trainer
+
+EPOCHS, POINTS = 3, 60
+BEYOND = 3  # steps past the last epoch, so that every resumed run takes some
+
+
+def resume(folder: Path, short: bool, seed: int) -> Tally:
+    """Saves at many steps of one run, and trains from each checkpoint to the same end."""
+    tally, draw = Tally("resume"), random.Random(seed)
+    for accumulation in (2,) if short else (1, 4):
+        workdir = folder / f"resumed-{accumulation}"
+        size = Size(1000, 1000, 1000, accumulation, 1 if short else 2)
+        trainer = prepared(workdir, folder, size, f"--train.keep_last={POINTS}")
+        epoch = trainer.data.plan.batches_per_epoch
+        last = EPOCHS * epoch
+        steps = sorted(draw.sample(range(1, last + 1), min(last, 3 if short else POINTS)))
+        config, tokenizer = trainer.config, trainer.data.tokenizer
+        with Checkpoints(workdir, config, tokenizer) as checkpoints:
+            state = trainer.fresh_state()
+            for begin, end in pairwise([0, *steps]):
+                state = _trained(trainer, state, begin, end)
+                checkpoints.save(state, end)
+            checkpoints.wait()
+            ended = tree_hash(_trained(trainer, state, steps[-1], last + BEYOND))
+            for step in steps:
+                state = trainer.saved_state(checkpoints, step)
+                state = _trained(trainer, state, step, last + BEYOND)
+                problems = [] if tree_hash(state) == ended else ["ended with another state"]
+                tally.trial(f"accumulation {accumulation}, step {step}", problems)
+        tally.notes.append(f"accumulation {accumulation}: {epoch} steps an epoch")
+    return tally
+
+
+def _trained(trainer: Trainer, state: TrainState, begin: int, end: int) -> TrainState:
+    """The state after step `end`, from that after step `begin`."""
+    with closing(trainer.batches(begin)) as batches:
+        for batch in islice(batches, end - begin):
+            state, _ = one_step(trainer, state, batch)
+    return state
