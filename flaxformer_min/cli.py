@@ -75,10 +75,9 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
     if options.attention is not None:
         file = attention_file(options.attention, average_heads=options.average_heads)
     with file as write:
-        translate_stream(
+        blocks = translate_stream(
             Translator.load(*options.dir, step=options.step),
             cast(io.BufferedIOBase, sys.stdin.buffer),
-            sys.stdout.buffer,
             dataclasses.replace(_search_options(options), attention=write is not None),
             errors=options.errors,
             one_by_one=options.interactive,
@@ -86,6 +85,9 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
             as_json="n_best" in options,
             write_attention=write,
         )
+        for block in blocks:
+            sys.stdout.buffer.write("".join(line + "\n" for line in block).encode())
+            sys.stdout.buffer.flush()
 
 
 def score(options: argparse.Namespace, _: list[str]) -> None:
