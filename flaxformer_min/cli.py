@@ -40,17 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rest and options.verb is not train:  # train's other flags override its config
             raise UserError(f"unrecognized: {' '.join(rest)} (see {parser.prog} --help)")
         return options.verb(options, rest) or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read our output has seen enough; say nothing at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CheckpointError, FloatingPointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        text, status = told(error)
+        if text is not None:
+            print(f"error: {text}", file=sys.stderr)
+        return status
+
+
+def told(error: BaseException) -> tuple[str | None, int]:
+    """The line for an error that can be foreseen, and the exit status; raises any other again."""
+    if isinstance(error, UserError):
+        return str(error), 2
+    if isinstance(error, CheckpointError | FloatingPointError | OSError):
+        return str(error), 1
+    if isinstance(error, KeyboardInterrupt):
+        return None, 130
+    raise error
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -58,9 +66,13 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from flaxformer_min.config_file import load_config
 
     config = load_config(options.config, overrides)
-    from flaxformer_min import training
+    from flaxformer_min import distributed, ending, training
 
-    return training.run(config, Path(options.workdir), profile_steps=options.profile)
+    distributed.initialize(options.coordinator, options.processes, options.process)
+    workdir = Path(options.workdir)
+    return ending.together(
+        lambda: training.run(config, workdir, profile_steps=options.profile), told
+    )
 
 
 def translate(options: argparse.Namespace, _: list[str]) -> None:
@@ -165,6 +177,26 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
     sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
     sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
+    sub.add_argument(
+        "--distributed.coordinator",
+        dest="coordinator",
+        metavar="HOST:PORT",
+        help="where process 0 of several listens; SLURM and TPU pods need none of these",
+    )
+    sub.add_argument(
+        "--distributed.processes",
+        dest="processes",
+        type=_count,
+        metavar="N",
+        help="how many there are",
+    )
+    sub.add_argument(
+        "--distributed.process",
+        dest="process",
+        type=_whole,
+        metavar="I",
+        help="which of them this is, from 0",
+    )
     sub = model_verb(translate)
     _add_search_flags(sub)
     _add_translate_flags(sub)
@@ -252,6 +284,12 @@ def _number(text: str) -> float:
     if math.isfinite(number := float(text)):
         return number
     raise argparse.ArgumentTypeError(f"{text} is not finite")
+
+
+def _whole(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
 
 
 def _count(text: str) -> int:

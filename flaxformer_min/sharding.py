@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -46,12 +47,47 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 def check_rows(config: Config, mesh: Mesh) -> None:
     """Raises UserError unless devices and micro-batches share the rows of every batch evenly."""
-    shares = mesh.shape["data"] * mesh.shape["fsdp"] * config.optimizer.accumulation
+    shares = row_shards(mesh) * config.optimizer.accumulation
     if config.data.row_multiple % shares:
         raise UserError(
             f"data.row_multiple is {config.data.row_multiple}: it must be a multiple of mesh "
             f"data x fsdp x optimizer.accumulation = {shares}"
         )
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def rows_here(mesh: Mesh, rows: int) -> np.ndarray:
+    """Of so many rows the numbers of those that devices of this process hold, ascending."""
+    places = NamedSharding(mesh, ROWS).addressable_devices_indices_map((rows,))
+    return np.unique([np.arange(rows)[place] for place in places.values()])
+
+
+def place_rows(mesh: Mesh, batch: Any) -> Any:
+    """Arrays [B, ...] over all devices, of which each process gives its `rows_here`."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, ROWS), batch)
+
+
+def place_whole(mesh: Mesh, tree: Any) -> Any:
+    """A tree of arrays that every process holds whole, sharded by RULES."""
+
+    def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(place, tree, shardings(mesh, tree))
+
+
+def fetch_whole(mesh: Mesh, tree: Any) -> Any:
+    """The inverse: every leaf whole on a device of this process."""
+    whole = jax.jit(_as_it_is, out_shardings=NamedSharding(mesh, P()))(tree)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+
+
+def _as_it_is(tree: Any) -> Any:  # one function, so that it is compiled once
+    return tree
 
 
 def shardings(mesh: Mesh, tree: Any) -> Any:
