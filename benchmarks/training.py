@@ -1,7 +1,7 @@
 """A training step of this program beside those of flax's wmt example and of PyTorch.
 
     pip install -e '.[benchmark]' -c constraints.txt
-    python benchmarks/training.py [--data-dir MULTI30K] [--rounds 9] [--json FILE]
+    python -m benchmarks.training [--data-dir MULTI30K] [--rounds 9] [--json FILE]
 
 Each program runs in a process of its own, one at a time, in turns: a round is the same batches for
 every program. Reported are the median step, the ratio to this program round by round (median,
@@ -26,11 +26,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from training_peers import Size, Step, flax_wmt, torch_transformer
+from benchmarks.sizes import LARGE, SMALL, Size, Step
 
-SMALL = Size(num_layers=4, d_model=128, d_ff=512, num_heads=4, vocab_size=10_000)
-LARGE = Size(num_layers=6, d_model=512, d_ff=2_048, num_heads=8, vocab_size=16_000)
 Batches = list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -95,11 +92,29 @@ def matmul(size: Size) -> Step:
     return run
 
 
+def flax_wmt(size: Size) -> Step:
+    from benchmarks.flax_wmt import make_step
+
+    return make_step(size)
+
+
+def torch_float32(size: Size) -> Step:
+    from benchmarks.torch_transformer import make_step
+
+    return make_step(size)
+
+
+def torch_bfloat16(size: Size) -> Step:
+    from benchmarks.torch_transformer import make_step
+
+    return make_step(size, bfloat16=True)
+
+
 PROGRAMS: dict[str, Callable[[Size], Step]] = {
     "flaxformer_min": ours,
     "flax wmt": flax_wmt,
-    "torch float32": torch_transformer,
-    "torch bfloat16": lambda size: torch_transformer(size, bfloat16=True),
+    "torch float32": torch_float32,
+    "torch bfloat16": torch_bfloat16,
     "matmul": matmul,
 }
 
@@ -146,9 +161,21 @@ class Program:
     """One program in a process of its own, which works only while it is asked to."""
 
     def __init__(self, name: str, size: Size, batches: Path) -> None:
-        command = [sys.executable, __file__, "--work", name, json.dumps(size), str(batches)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.training",
+            "--work",
+            name,
+            json.dumps(size),
+            str(batches),
+        ]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=Path(__file__).parent.parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def round(self) -> dict[str, Any]:
@@ -223,16 +250,24 @@ def padding_share(batches: Batches) -> float:
 
 def print_table(title: str, batches: Batches, figures: dict[str, Any]) -> None:
     print(f"\n{title}: {100 * padding_share(batches):.1f}% padding")
-    print(f"{'':16}{'step ms':>9} {'times ours (spread)':>22}{'tokens/s':>10}{'GFLOP/s':>9}"
-          f"{'first s':>9}{'peak MiB':>10}")  # fmt: skip
+    heads = ("step ms", 9), ("times ours (spread)", 22), ("tokens/s", 10), ("GFLOP/s", 9)
+    heads += ("first s", 9), ("peak MiB", 10)
+    print(" " * 16 + "".join(f"{head:>{width}}" for head, width in heads))
     for name, row in figures.items():
         if name == "matmul":
-            print(f"{name:16}{'':>9} {'':>22}{'':>10}{row['gflops']:>9,.0f}")
+            print(f"{name:16}{row['gflops']:>50,.0f}")
             continue
         ratio, least, most = row["times_ours"]
-        spread = f"{ratio:.2f} ({least:.2f} to {most:.2f})"
-        print(f"{name:16}{row['step_ms']:>9,.0f} {spread:>22}{row['tokens_per_second']:>10,.0f}"
-              f"{row['gflops']:>9,.0f}{row['first_pass_s']:>9.1f}{row['peak_mib']:>10,.0f}")  # fmt: skip
+        cells = (
+            f"{row['step_ms']:,.0f}",
+            f"{ratio:.2f} ({least:.2f} to {most:.2f})",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['gflops']:,.0f}",
+            f"{row['first_pass_s']:.1f}",
+            f"{row['peak_mib']:,.0f}",
+        )
+        widths = (width for _, width in heads)
+        print(f"{name:16}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)))
 
 
 def main() -> None:
