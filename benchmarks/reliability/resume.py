@@ -1,8 +1,8 @@
 """2: going on from every step of three epochs, through a real save and restore."""
 
 import random
+from collections.abc import Collection
 from contextlib import closing
-from itertools import islice, pairwise
 from pathlib import Path
 
 from benchmarks.reliability.inside import one_step, prepared
@@ -28,24 +28,28 @@ def resume(folder: Path, short: bool, seed: int) -> Tally:
         steps = sorted(draw.sample(range(1, last + 1), min(last, 3 if short else POINTS)))
         config, tokenizer = trainer.config, trainer.data.tokenizer
         with Checkpoints(workdir, config, tokenizer) as checkpoints:
-            state = trainer.fresh_state()
-            for begin, end in pairwise([0, *steps]):
-                state = _trained(trainer, state, begin, end)
-                checkpoints.save(state, end)
-            checkpoints.wait()
-            ended = tree_hash(_trained(trainer, state, steps[-1], last + BEYOND))
+            ended = _ended(trainer, trainer.fresh_state(), 0, last + BEYOND, steps, checkpoints)
             for step in steps:
                 state = trainer.saved_state(checkpoints, step)
-                state = _trained(trainer, state, step, last + BEYOND)
-                problems = [] if tree_hash(state) == ended else ["ended with another state"]
+                same = _ended(trainer, state, step, last + BEYOND) == ended
+                problems = [] if same else ["ended with another state"]
                 tally.trial(f"accumulation {accumulation}, step {step}", problems)
         tally.notes.append(f"accumulation {accumulation}: {epoch} steps an epoch")
     return tally
 
 
-def _trained(trainer: Trainer, state: TrainState, begin: int, end: int) -> TrainState:
-    """The state after step `end`, from that after step `begin`."""
+def _ended(
+    trainer: Trainer,
+    state: TrainState,
+    begin: int,
+    end: int,
+    saved: Collection[int] = (),
+    checkpoints: Checkpoints | None = None,
+) -> str:
+    """The hash after step `end`, from the state after step `begin`; saves on the way."""
     with closing(trainer.batches(begin)) as batches:
-        for batch in islice(batches, end - begin):
+        for step, batch in zip(range(begin + 1, end + 1), batches, strict=False):
             state, _ = one_step(trainer, state, batch)
-    return state
+            if checkpoints is not None and step in saved:
+                checkpoints.save(state, step)
+    return tree_hash(state)
