@@ -27,7 +27,7 @@ from flaxformer_min.checkpoint_directory import (
     whole_or_nothing,
 )
 from flaxformer_min.config import Config
-from flaxformer_min.distributed import first_alone, from_first, is_first
+from flaxformer_min.distributed import first_alone, from_first, gathered, is_first
 from flaxformer_min.errors import UserError
 from flaxformer_min.manifest import (
     CheckpointError,
@@ -151,6 +151,7 @@ class Checkpoints:
         Raises CheckpointError: not writable, or the state holds numbers that are not finite.
         """
         self.wait()
+        gathered()  # the first may have waited for minutes
         _refuse_non_finite(state, step)
         folder = self._root / str(step)
         meta = Meta(

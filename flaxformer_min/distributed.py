@@ -115,6 +115,24 @@ def from_first(work: Callable[[], T]) -> T:
     return json.loads(gathered(json.dumps(work()) if is_first() else None)[0])
 
 
+def compiled_together(function: Any) -> Callable[..., Any]:
+    """A jitted function of (state, batch, ...); processes meet when all have compiled a shape.
+
+    Otherwise one that compiles longer than another could keep it waiting in a collective.
+    """
+    shapes: set[Any] = set()
+
+    def call(state: Any, batch: Any, *arguments: Any) -> Any:
+        shape = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        if shape not in shapes and jax.process_count() > 1:
+            function.lower(state, batch, *arguments).compile()
+            gathered()
+        shapes.add(shape)
+        return function(state, batch, *arguments)
+
+    return call
+
+
 def post(key: str, text: str = "") -> None:
     """Leaves a word for all, who look for it with `posted`."""
     if jax.process_count() > 1:

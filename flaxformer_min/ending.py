@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from flaxformer_min.distributed import NAMESPACE, client, gathered, is_first, post, posted
+from flaxformer_min.distributed import gathered, is_first, post, posted
 
 BEAT = 1  # seconds between two signs of life
 SILENCE = 60  # seconds without one after which a process is given up
@@ -61,17 +61,21 @@ class Watch:
 
     def __init__(self, told: Told):
         self._told = told
-        self._over = False
+        self._over = threading.Event()
         self._traceback: str | None = None  # of an error that is a bug
         self._heard = time.monotonic()  # when process 0 last answered
         self._changes = {p: ("", self._heard) for p in range(jax.process_count())}
         self._failed_at: float | None = None
-        for part in (self._beat, self._mind_the_first):
-            threading.Thread(target=part, daemon=True).start()
+        parts = (self._beat, self._mind_the_first)
+        self._threads = [threading.Thread(target=part, daemon=True) for part in parts]
+        for thread in self._threads:
+            thread.start()
 
     def over(self) -> None:
         """From now on processes may leave."""
-        self._over = True
+        self._over.set()
+        for thread in self._threads:  # one that is within the store when Python ends would crash it
+            thread.join()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Reports this process's error and waits for the end of all."""
@@ -87,24 +91,19 @@ class Watch:
 
     def _beat(self) -> None:
         beats = 0
-        while not self._over:
-            try:
+        while not self._over.wait(BEAT):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # silence, if process 0 is gone
                 post(f"alive/{jax.process_index()}", str(beats := beats + 1))
                 self._heard = time.monotonic()
                 if is_first():
                     self._judge()
-                verdict = client().blocking_key_value_get(f"{NAMESPACE}/verdict", BEAT * 1000)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    time.sleep(BEAT)
-                continue
-            self._leave(Verdict(*json.loads(verdict)))
+                for verdict in posted("verdict").values():
+                    self._leave(Verdict(*json.loads(verdict)))
 
     def _mind_the_first(self) -> None:
-        while time.monotonic() - self._heard < SILENCE:
-            time.sleep(BEAT)
-        if not self._over:
-            self._leave(Verdict(_gone(0, SILENCE), 1, True, [0]))
+        while not self._over.wait(BEAT):
+            if (silent := time.monotonic() - self._heard) > SILENCE:
+                self._leave(Verdict(_gone(0, silent), 1, True, [0]))
 
     def _judge(self) -> None:
         """Process 0: gives a verdict if it is time for one."""
@@ -120,7 +119,7 @@ class Watch:
             None if self._failed_at is None else now - self._failed_at,
         )
         if verdict is not None:
-            client().key_value_set(f"{NAMESPACE}/verdict", json.dumps(verdict))
+            post("verdict/0", json.dumps(verdict))
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         """Ends this process; process 0, without which no other can hear anything, as the last."""

@@ -15,7 +15,7 @@ from flaxformer_min.batching import Batch, batch_iterator
 from flaxformer_min.checkpoint import Checkpoints, load_for_inference
 from flaxformer_min.checkpoint_directory import difference, named_leaves
 from flaxformer_min.config import Config
-from flaxformer_min.distributed import is_first
+from flaxformer_min.distributed import compiled_together, is_first
 from flaxformer_min.errors import UserError
 from flaxformer_min.metrics import MetricsLog, QuietLog
 from flaxformer_min.profiler import Profiler
@@ -110,7 +110,7 @@ class Trainer:
             smoothing=config.train.label_smoothing,
             accumulation=config.optimizer.accumulation,
         )
-        self._train_step = jax.jit(train_step, donate_argnums=0)
+        self._train_step = compiled_together(jax.jit(train_step, donate_argnums=0))
         self._root_key = jax.random.key(config.train.seed)
         self.shapes = jax.eval_shape(self._init)
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from flaxformer_min.batching import Batch, evaluation_batches
 from flaxformer_min.config import Config
 from flaxformer_min.corpus import EncodedCorpus
-from flaxformer_min.distributed import from_first, gathered
+from flaxformer_min.distributed import compiled_together, from_first, gathered
 from flaxformer_min.evaluate import bleu_record
 from flaxformer_min.parallel import read_pairs
 from flaxformer_min.sharding import fetch_whole, place_rows, row_shards, rows_here
@@ -63,7 +63,8 @@ class Validation:
                 smoothing=0.0,
             )
 
-        self._sums = jax.jit(sums, out_shardings=NamedSharding(mesh, P()))
+        whole = NamedSharding(mesh, P())
+        self._sums = compiled_together(jax.jit(sums, out_shardings=whole))
 
     def __call__(self, params: Params, step: int, stop: AgreedStop) -> dict[str, Any]:
         """The evaluation of `params` at `step`, as it goes to metrics.jsonl and the checkpoint.
@@ -110,11 +111,14 @@ class Validation:
 
     def _share(self, stop: AgreedStop) -> list[tuple[int, str]] | None:
         """(place, translation) of this process's lines; None if it gave up."""
-        places = range(jax.process_index(), len(self._sources), jax.process_count())
-        batches = self._translator.decode([self._sources[place] for place in places])
+        lines, processes = len(self._sources), jax.process_count()
+        start, end = (
+            lines * p // processes for p in (jax.process_index(), jax.process_index() + 1)
+        )
+        batches = self._translator.decode(self._sources[start:end], first_line=start + 1)
         try:
             return [
-                (places[place], translation.text)
+                (start + place, translation.text)
                 for batch in _until(stop.in_sight, batches)
                 for place, translation in batch
             ]
