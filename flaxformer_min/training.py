@@ -15,7 +15,7 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.metrics import MetricsLog
 from flaxformer_min.profiler import Profiler
 from flaxformer_min.schedule import make_optimizer, make_schedule
-from flaxformer_min.sharding import ROWS, abstract, check_rows, make_mesh, shardings
+from flaxformer_min.sharding import ROWS, abstract, check_mesh, make_mesh, shardings
 from flaxformer_min.signals import StopRequest
 from flaxformer_min.state import Params, TrainState, count_parameters, init_state, split_model
 from flaxformer_min.step import make_train_step
@@ -33,7 +33,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     """
     with StopRequest() as stop:
         mesh = make_mesh(config.mesh)
-        check_rows(config, mesh)
+        check_mesh(config, mesh)
         claim(workdir, config)
         data = prepare_data(config, workdir)
         with Checkpoints(
@@ -79,6 +79,7 @@ class Trainer:
             bos_id=data.tokenizer.bos_id,
             smoothing=config.train.label_smoothing,
             accumulation=config.optimizer.accumulation,
+            mesh=mesh,
         )
         self.train_step = jax.jit(train_step, donate_argnums=0)
 
