@@ -1,4 +1,4 @@
-"""The command line: train, translate, score, evaluate, average.
+"""The command line: train, plan, translate, score, evaluate, average.
 
 Exit status: 0 done; 2 the user's mistake; 1 what went wrong otherwise; 143 and 130 after SIGTERM
 and SIGINT. Whatever can be foreseen is told in one line; a traceback is a bug of this program.
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parser = _make_parser()
         options, rest = parser.parse_known_args(arguments)
-        if rest and options.verb is not train:  # train's other flags override its config
+        if rest and options.verb not in (train, plan):  # whose other flags override the config
             raise UserError(f"unrecognized: {' '.join(rest)} (see {parser.prog} --help)")
         return options.verb(options, rest) or 0
     except BrokenPipeError:  # whoever read our output has seen enough; say nothing at exit either
@@ -73,6 +73,18 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     return ending.together(
         lambda: training.run(config, workdir, profile_steps=options.profile), told
     )
+
+
+def plan(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Compiles CONFIG's train step for devices that need not be here: memory, time, collectives."""
+    from flaxformer_min.config_file import load_config
+
+    config = load_config(options.config, overrides)
+    from flaxformer_min.plan import make_plan
+    from flaxformer_min.plan_report import to_json, to_text
+
+    found = make_plan(config, options.topology, options.lengths)
+    print(to_json(found) if options.json else to_text(found))
 
 
 def translate(options: argparse.Namespace, _: list[str]) -> None:
@@ -197,6 +209,12 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="I",
         help="which of them this is, from 0",
     )
+    sub = verb(plan)
+    sub.epilog = "Every field of the config is a flag too: --model.remat True"
+    sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
+    sub.add_argument("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
+    sub.add_argument("--lengths", metavar="FILE", help="source and target tokens of a pair a line")
+    sub.add_argument("--json", action="store_true", help="write JSON, not a table")
     sub = model_verb(translate)
     _add_search_flags(sub)
     _add_translate_flags(sub)

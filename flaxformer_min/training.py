@@ -22,7 +22,7 @@ from flaxformer_min.profiler import Profiler
 from flaxformer_min.schedule import make_optimizer, make_schedule
 from flaxformer_min.sharding import (
     abstract,
-    check_rows,
+    check_mesh,
     make_mesh,
     place_rows,
     place_whole,
@@ -47,7 +47,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     where the numbers do.
     """
     mesh = make_mesh(config.mesh)
-    check_rows(config, mesh)
+    check_mesh(config, mesh)
     with StopRequest() as stop, hold(workdir):
         data = shared_data(config, workdir)
         cache_programs(workdir)
@@ -109,6 +109,7 @@ class Trainer:
             bos_id=data.tokenizer.bos_id,
             smoothing=config.train.label_smoothing,
             accumulation=config.optimizer.accumulation,
+            mesh=mesh,
         )
         self._train_step = compiled_together(jax.jit(train_step, donate_argnums=0))
         self._root_key = jax.random.key(config.train.seed)

@@ -17,7 +17,7 @@ from flaxformer_min.corpus import EncodedCorpus
 from flaxformer_min.distributed import compiled_together, from_first, gathered
 from flaxformer_min.evaluate import bleu_record
 from flaxformer_min.parallel import read_pairs
-from flaxformer_min.sharding import fetch_whole, place_rows, row_shards, rows_here
+from flaxformer_min.sharding import fetch_whole, place_rows, row_shares, rows_here
 from flaxformer_min.signals import AgreedStop
 from flaxformer_min.state import Params
 from flaxformer_min.step import loss_sums
@@ -85,7 +85,7 @@ class Validation:
             self._corpus,
             self._config.data,
             self._tokenizer.pad_id,
-            row_shards(self._mesh),
+            row_shares(self._mesh),
             lambda rows: rows_here(self._mesh, rows),
         )
         for batch in _until(stop, batches):
