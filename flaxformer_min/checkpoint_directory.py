@@ -141,7 +141,10 @@ def read_checkpoint(folder: Path) -> Loaded:
     Raises UserError for a config that this version of the program does not know.
     """
     config, meta = read_config(folder), _parse_meta(folder / META)
-    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    try:
+        tokenizer = Tokenizer((folder / TOKENIZER).read_bytes())
+    except UserError as error:
+        raise UserError(f"{folder / TOKENIZER}: {error}") from error
     stored = _stored(folder).get("params", {})
     like = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
     params = _load(folder, {"params": like})["params"]

@@ -179,7 +179,7 @@ def _tokenizer(config: Config, workdir: Path, sha256: str | None) -> Tokenizer:
         found = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(found).hexdigest() != sha256:  # checked before any parser sees it
             raise UserError(f"{path}: not this run's any more; every checkpoint has a copy of it")
-        tokenizer = Tokenizer.load(path)
+        tokenizer = Tokenizer(found)
         _refuse_another(tokenizer, config, str(workdir))
         return tokenizer
     if start_from is None:
