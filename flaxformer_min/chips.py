@@ -68,9 +68,10 @@ def _tpus(topology: str) -> Sequence[Any]:
             f"--topology {topology}: libtpu, which compiles for TPUs, is not installed; "
             "pip install -e '.[tpu]' -c constraints.txt"
         )
-    # Nothing asks a cloud what this machine is, and others here may be compiling as well.
+    # libtpu shall not ask a cloud what this machine is (any type it knows will do, the topology
+    # counts), and others here may be compiling as well.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "none"}
+    os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     try:
         return topologies.get_topology_desc(topology, "tpu").devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
