@@ -5,10 +5,11 @@
 
 All get the same lines of text and give back lines of text, in float32, with the same number of
 threads and the same tokenizer. All look for the likeliest translation (alpha 0: their length
-penalties are other formulas). A peer takes the settings with which it is fastest on the first
-lines. Rates are medians over repeats in which the programs take turns; what happens once (loading,
-compiling) is told apart. Then the three are compared: log-probabilities token by token, and
-translations line by line, each difference with the log-probability of both.
+penalties are other formulas). A peer takes the batch size with which it is fastest on the first
+lines; CTranslate2 runs twice, with one batch at once and with one on each thread. Rates are medians
+over repeats in which the programs take turns; what happens once (loading, compiling) is told apart.
+Then they are compared: log-probabilities token by token, and translations line by line, each
+difference with the log-probability of both.
 """
 
 import argparse
@@ -45,8 +46,9 @@ def main() -> None:
 
     lines = source_lines(options.source, options.sentences)
     translator = Translator.load(options.checkpoint)
-    makers = (this_program, marian, ctranslate2)
-    programs = [make(translator, options.threads) for make in makers]
+    programs = [this_program(translator), marian(translator, options.threads)]
+    for at_once in sorted({1, options.threads}):
+        programs.append(ctranslate2(translator, options.threads, at_once))
     record: dict[str, Any] = {"sentences": len(lines), "threads": options.threads, "beams": {}}
     for beam in BEAMS:
         rates, found = race(programs, lines, beam, options.repeats)
@@ -151,7 +153,7 @@ def report(record: dict[str, Any]) -> str:
         ours = next(iter(result["rates"].values()))["median"]
         for name, rate in result["rates"].items():
             text.append(
-                f"  {name:<14}{rate['median']:8.1f}   ({rate['slowest']:.1f} to "
+                f"  {name:<16}{rate['median']:8.1f}   ({rate['slowest']:.1f} to "
                 f"{rate['fastest']:.1f}; ours is {ours / rate['median']:.2f} times this; first "
                 f"pass {rate['seconds of the first pass']:.1f} s; setting {rate['setting']})"
             )
@@ -161,7 +163,7 @@ def report(record: dict[str, Any]) -> str:
             text += [f"    {x['line']:5d}  {x['ours']:10.5f} {x['theirs']:10.5f}" for x in lines]
     scores = record["log-probabilities"]
     text += ["", f"log-probabilities of {scores['tokens']} tokens, worst difference from ours:"]
-    text += [f"  {name:<14}{worst:.2e}" for name, worst in scores["worst difference"].items()]
+    text += [f"  {name:<16}{worst:.2e}" for name, worst in scores["worst difference"].items()]
     return "\n".join(text)
 
 

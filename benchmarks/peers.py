@@ -5,7 +5,6 @@ with `pip install -e '.[benchmark]'`; nothing else here needs them.
 """
 
 import functools
-import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ class Program(NamedTuple):
     score: Callable[[Sequence[Ids], Sequence[Ids]], list[np.ndarray]]
 
 
-def this_program(translator: Translator, _threads: int) -> Program:
+def this_program(translator: Translator) -> Program:
     tokenizer = translator.tokenizer
     score_rows = jax.jit(functools.partial(score_batch, (_graphdef(translator),), tokenizer))
 
@@ -80,7 +79,7 @@ def marian(translator: Translator, threads: int) -> Program:
                 attention_mask=torch.from_numpy(batch != tokenizer.pad_id),
                 num_beams=beam,
                 do_sample=False,
-                length_penalty=0.0,
+                length_penalty=0.0 if beam > 1 else None,
                 max_new_tokens=_max_length(translator, batch.shape[1]),
                 suppress_tokens=list(tokenizer.never_generated),
             )
@@ -107,22 +106,19 @@ def marian(translator: Translator, threads: int) -> Program:
     return Program("Marian", BATCH_SIZES, translate, score)
 
 
-def ctranslate2(translator: Translator, threads: int) -> Program:
-    """ctranslate2.Translator: either one batch at once on all threads, or one on each thread."""
+def ctranslate2(translator: Translator, threads: int, at_once: int) -> Program:
+    """ctranslate2.Translator with `at_once` batches side by side, which share the threads."""
     import ctranslate2
 
     tokenizer = translator.tokenizer
     with tempfile.TemporaryDirectory() as directory:
         _ctranslate2_spec(translator).save(directory)
-        at_once = {
-            batches: ctranslate2.Translator(
-                directory,
-                compute_type="float32",
-                inter_threads=batches,
-                intra_threads=threads // batches,
-            )
-            for batches in sorted({1, threads})
-        }
+        peer = ctranslate2.Translator(
+            directory,
+            compute_type="float32",
+            inter_threads=at_once,
+            intra_threads=threads // at_once,
+        )
     names = _token_names(translator)
     never = [[names[i]] for i in tokenizer.never_generated if i != tokenizer.unk_id]
     ids = {name: i for i, name in enumerate(names)}
@@ -130,10 +126,9 @@ def ctranslate2(translator: Translator, threads: int) -> Program:
     def named(batch: Sequence[Ids]) -> list[list[str]]:
         return [[names[i] for i in row] for row in batch]
 
-    def translate(lines: Sequence[str], beam: int, setting: tuple[int, int]) -> list[Ids]:
-        size, batches = setting
+    def translate(lines: Sequence[str], beam: int, size: int) -> list[Ids]:
         sources = tokenizer.encode_batch(lines)
-        results = at_once[batches].translate_batch(
+        results = peer.translate_batch(
             named(sources),
             max_batch_size=size,
             beam_size=beam,
@@ -150,11 +145,10 @@ def ctranslate2(translator: Translator, threads: int) -> Program:
 
     def score(sources: Sequence[Ids], targets: Sequence[Ids]) -> list[np.ndarray]:
         without_eos = named([target[:-1] for target in targets])
-        results = at_once[1].score_batch(named(sources), without_eos, max_batch_size=SCORED_AT_ONCE)
+        results = peer.score_batch(named(sources), without_eos, max_batch_size=SCORED_AT_ONCE)
         return [np.array(result.log_probs) for result in results]
 
-    settings = list(itertools.product(BATCH_SIZES, at_once))
-    return Program("CTranslate2", settings, translate, score)
+    return Program(f"CTranslate2 x{at_once}", BATCH_SIZES, translate, score)
 
 
 def _marian_model(translator: Translator) -> Any:

@@ -40,7 +40,8 @@ from flaxformer_min.tokenizer import Tokenizer
 # A batch is too small to keep the cores of a CPU busy, so there is one for each.
 BATCHES_AT_ONCE = min(os.cpu_count() or 1, 8)
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
