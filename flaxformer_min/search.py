@@ -136,8 +136,7 @@ def beam_search(
         )
 
     def step(state: _State) -> _State:
-        log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
-        log_probs = _only_allowed(log_probs, allowed(state.alive.tokens, state.index))
+        log_probs, cache = _next(step_fn, allowed, state)
         candidates, parents = _extend(state.alive, log_probs, state.index)
         ended = candidates.tokens[:, :, state.index + 1] == eos_id
         pool = _join(state.finished, _only(candidates, ended))
@@ -179,12 +178,11 @@ def greedy_search(
     """
 
     def step(state: _State) -> _State:
-        log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
-        log_probs = _only_allowed(log_probs, allowed(state.alive.tokens, state.index))[:, 0]
-        token = choose(log_probs, state.index)
+        log_probs, cache = _next(step_fn, allowed, state)
+        token = choose(log_probs[:, 0], state.index)
         longer = _Beam(
             state.alive.tokens.at[:, :, state.index + 1].set(token),
-            state.alive.log_probs + jnp.take_along_axis(log_probs, token, axis=1),
+            state.alive.log_probs + jnp.take_along_axis(log_probs[:, 0], token, axis=1),
             state.alive.lengths + 1,
         )
         ended = (token[:, 0] == eos_id) & ~state.done
@@ -241,11 +239,11 @@ def _run(
     return run(state, rooms)
 
 
-def _only_allowed(
-    log_probs: Float[Array, "B M V"], allowed: Bool[Array, "#B #M #V"]
-) -> Float[Array, "B M V"]:
-    """-inf for what is not allowed; the others keep their values."""
-    return jnp.where(allowed, log_probs.astype(jnp.result_type(float)), -jnp.inf)
+def _next(step_fn: StepFn, allowed: Allowed, state: _State) -> tuple[Float[Array, "B M V"], PyTree]:
+    """The log-probabilities of the next token, -inf where it is not allowed, and the new cache."""
+    log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
+    log_probs = log_probs.astype(jnp.result_type(float))
+    return jnp.where(allowed(state.alive.tokens, state.index), log_probs, -jnp.inf), cache
 
 
 def _extend(

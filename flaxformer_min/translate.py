@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
@@ -97,13 +97,11 @@ class Translator:
     ) -> None:
         """`devices` are all of this process by default."""
         self.config, self.tokenizer, self.step = config, tokenizer, step
+        devices = devices or jax.local_devices()
+        self._devices = len(devices)
         mesh = jax.make_mesh(
-            (len(devices or jax.local_devices()),),
-            ("rows",),
-            axis_types=(jax.sharding.AxisType.Auto,),
-            devices=devices or jax.local_devices(),
+            (self._devices,), ("rows",), axis_types=(AxisType.Auto,), devices=devices
         )
-        self._devices = mesh.size
         self._everywhere = NamedSharding(mesh, P())
         models = [config.model, *(model for model, _ in others)]
         self._longest = min(model.max_length for model in models)
@@ -208,10 +206,11 @@ class Translator:
 
         A side longer than the model takes counts by its first tokens, with a warning.
         """
-        return [math.fsum(scored.log_probs) for scored in self.score_tokens(pairs, first_line)]
+        scored = self.score_tokens(pairs, first_line=first_line)
+        return [math.fsum(each.log_probs) for each in scored]
 
     def score_tokens(
-        self, pairs: Sequence[tuple[str, str]], first_line: int = 1
+        self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1
     ) -> list[TokenScores]:
         """As `score`, token by token."""
         sources, targets = (
