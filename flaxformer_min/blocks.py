@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from flaxformer_min.attention import attend, cudnn_attention
 from flaxformer_min.config import ModelConfig
@@ -26,10 +26,35 @@ class KeysValues(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """One layer's self-attention past: keys [B, M, H, L, K] and values [B, M, H, L, U]."""
+    """One layer's self-attention past, of all M hypotheses of each sentence, position by position.
 
-    keys: Float[Array, "B M H L K"]
-    values: Float[Array, "B M H L U"]
+    keys [B, H, K, L x M] and values [B, H, L x M, U]; what place m of position l holds is at
+    l x M + m. It is written once and never moves: when hypotheses change places, only the mask
+    that says whose past is whose does.
+    """
+
+    keys: Float[Array, "B H K LM"]
+    values: Float[Array, "B H LM U"]
+
+    def written(self, new: KeysValues, at: Int[Array, ""]) -> "Cache":
+        """With the keys and values of one position, [B, H, M, K or U], put at `at`."""
+        keys = new.keys.swapaxes(2, 3).astype(self.keys.dtype)
+        values = new.values.astype(self.values.dtype)
+        return Cache(
+            jax.lax.dynamic_update_slice_in_dim(self.keys, keys, at, axis=3),
+            jax.lax.dynamic_update_slice_in_dim(self.values, values, at, axis=2),
+        )
+
+    def grown(self, size: int) -> "Cache":
+        """With room for `size` = L x M tokens."""
+        return Cache(extended(self.keys, 3, size), extended(self.values, 2, size))
+
+
+def extended(x: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..."]:
+    """x with zeros behind it up to `size` along `axis`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
 
 
 def dense(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
@@ -138,27 +163,20 @@ class MultiHeadAttention(nnx.Module):
         return dense(context.swapaxes(1, 2).reshape(batch, length, -1), self.output[...])
 
     def step(
-        self, x: Float[Array, "B M D"], cache: Cache, index: Int[Array, ""]
+        self,
+        x: Float[Array, "B M D"],
+        cache: Cache,
+        ancestors: Bool[Array, "B 1 M LM"],
+        index: Int[Array, ""],
     ) -> tuple[Float[Array, "B M D"], Cache]:
         """Self-attention of one new token per hypothesis, at position `index`, on its cached past.
 
-        x is [B, M, D]: each of M hypotheses is a batch row of its own here, of length 1.
+        The M hypotheses of a sentence are M queries on one cache; `ancestors` says which of its
+        places each of them may read.
         """
-        batch, hypotheses, _ = x.shape
-        rows = x.reshape(batch * hypotheses, 1, -1)
-        new = self.keys_values(rows)
-        cache = Cache(*map(lambda old, now: _write(old, now, index), cache, new))
-        past = KeysValues(*(leaf.reshape(-1, *leaf.shape[2:]) for leaf in cache))
-        seen = (jnp.arange(past.keys.shape[2]) <= index)[None, None, None, :]
-        return self(rows, past, seen).reshape(x.shape), cache
-
-
-def _write(
-    old: Float[Array, "B M H L K"], new: Float[Array, "BM H 1 K"], index: Int[Array, ""]
-) -> Float[Array, "B M H L K"]:
-    """Puts a new token's keys or values at position `index` of the cache."""
-    new = new.reshape(*old.shape[:3], 1, old.shape[-1])
-    return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=3)
+        cache = cache.written(self.keys_values(x), index * x.shape[1])
+        past = KeysValues(cache.keys.swapaxes(2, 3), cache.values)
+        return self(x, past, ancestors), cache
 
 
 class FeedForward(nnx.Module):
@@ -226,6 +244,7 @@ class DecoderLayer(nnx.Module):
         memory: KeysValues,
         source_mask: SourceMask,
         cache: Cache,
+        ancestors: Bool[Array, "B 1 M LM"],
         index: Int[Array, ""],
     ) -> tuple[Float[Array, "B M D"], Cache]:
         """The layer for one new token of each of M hypotheses: [B, M, D] and the new cache.
@@ -233,7 +252,7 @@ class DecoderLayer(nnx.Module):
         Cross-attention takes the M hypotheses of a sentence as M queries, so its keys and values
         are held once per sentence.
         """
-        attended, cache = self.self_attention.step(x, cache, index)
+        attended, cache = self.self_attention.step(x, cache, ancestors, index)
         x = self.self_attention_residual(x, attended, None)
         return self._after_self_attention(x, memory, source_mask, None), cache
 

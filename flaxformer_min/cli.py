@@ -189,26 +189,7 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
     sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
     sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
-    sub.add_argument(
-        "--distributed.coordinator",
-        dest="coordinator",
-        metavar="HOST:PORT",
-        help="where process 0 of several listens; SLURM and TPU pods need none of these",
-    )
-    sub.add_argument(
-        "--distributed.processes",
-        dest="processes",
-        type=_count,
-        metavar="N",
-        help="how many there are",
-    )
-    sub.add_argument(
-        "--distributed.process",
-        dest="process",
-        type=_whole,
-        metavar="I",
-        help="which of them this is, from 0",
-    )
+    _add_distributed_flags(sub)
     sub = verb(plan)
     sub.epilog = "Every field of the config is a flag too: --model.remat True"
     sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
@@ -231,6 +212,29 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--last", type=_count, default=5, help="how many checkpoints")
     sub.add_argument("--output", required=True, help="the folder to write")
     return parser
+
+
+def _add_distributed_flags(parser: _Parser) -> None:
+    parser.add_argument(
+        "--distributed.coordinator",
+        dest="coordinator",
+        metavar="HOST:PORT",
+        help="where process 0 of several listens; SLURM and TPU pods need none of these",
+    )
+    parser.add_argument(
+        "--distributed.processes",
+        dest="processes",
+        type=_count,
+        metavar="N",
+        help="how many there are",
+    )
+    parser.add_argument(
+        "--distributed.process",
+        dest="process",
+        type=_whole,
+        metavar="I",
+        help="which of them this is, from 0",
+    )
 
 
 def _add_search_flags(parser: _Parser) -> None:

@@ -73,7 +73,7 @@ def search_batch(
     models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
     length = min(rows.source.shape[1] + options.max_length_offset, longest)
     step_fn = mean_step(models, rows.source, tokenizer.pad_id)
-    caches = [model.init_cache(len(rows.source), options.beam_size, length) for model in models]
+    caches = [model.init_cache(len(rows.source), options.beam_size, 0) for model in models]
     search = functools.partial(
         sample if options.sample else beam_search,
         step_fn,
@@ -85,9 +85,14 @@ def search_batch(
         length=length,
         length_penalty_alpha=options.length_penalty_alpha,
         allowed=constraint(tokenizer, rows.prefixes, options),
+        grow=lambda caches, length: [cache.grown(length) for cache in caches],
     )
     if not options.sample:
-        return search(beam_size=options.beam_size, n_best=options.n_best)
+        return search(
+            beam_size=options.beam_size,
+            n_best=options.n_best,
+            move=lambda caches, parents: [cache.moved(parents) for cache in caches],
+        )
     narrowing = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     found = search(keys=_keys(rows.draws, options), **narrowing)
     found = jax.tree.map(lambda leaf: leaf.reshape(-1, options.n_best, *leaf.shape[2:]), found)
@@ -108,10 +113,15 @@ def mean_step(models: Sequence[Transformer], source: Int[Array, "B S"], pad_id: 
             model.decode_step(tokens, index, cache, memory, mask)
             for model, cache, memory in zip(models, caches, memories, strict=True)
         ]
-        log_probs = mean_probability([jax.nn.log_softmax(logits) for logits, _ in steps])
+        log_probs = mean_probability([_log_softmax(logits) for logits, _ in steps])
         return log_probs, [cache for _, cache in steps]
 
     return step_fn
+
+
+def _log_softmax(logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
+    """As JAX's, which would write logits minus their maximum to memory in between."""
+    return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def mean_probability(log_probs: Sequence[Float[Array, "*shape"]]) -> Float[Array, "*shape"]:

@@ -5,12 +5,12 @@ M hypotheses of a sentence, L positions in a decoding cache.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from flaxformer_min.blocks import (
     Cache,
@@ -20,11 +20,30 @@ from flaxformer_min.blocks import (
     MaybeKey,
     SourceMask,
     TargetMask,
+    extended,
     project,
 )
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout, split
 from flaxformer_min.positions import sinusoidal_positions
+
+
+class DecodingCache(NamedTuple):
+    """What hypotheses have read so far; ancestors[b, m, l, n]: m descends from what n was at l."""
+
+    ancestors: Bool[Array, "B M L M"]
+    layers: list[Cache]
+
+    def moved(self, parents: Int[Array, "B M"]) -> "DecodingCache":
+        """After hypothesis m has become a child of hypothesis parents[b, m]."""
+        ancestors = jnp.take_along_axis(self.ancestors, parents[:, :, None, None], axis=1)
+        return self._replace(ancestors=ancestors)
+
+    def grown(self, length: int) -> "DecodingCache":
+        """With room for `length` positions."""
+        size = length * self.ancestors.shape[1]
+        layers = [layer.grown(size) for layer in self.layers]
+        return DecodingCache(extended(self.ancestors, 2, length), layers)
 
 
 class Transformer(nnx.Module):
@@ -108,15 +127,14 @@ class Transformer(nnx.Module):
         share = self.config.share_embeddings
         return (self.output_embedding if share == "none" else self.embedding)[...]
 
-    def init_cache(self, batch: int, hypotheses: int, length: int) -> list[Cache]:
-        """An empty decoding cache: per layer keys and values [B, M, H, length, K or U]."""
+    def init_cache(self, batch: int, hypotheses: int, length: int) -> DecodingCache:
+        """An empty decoding cache with room for `length` positions; it can grow."""
         config, dtype = self.config, self._dtype
-        assert config.positions == "sinusoidal" or length <= config.max_length
-        shape = (batch, hypotheses, config.num_heads, length)
-        return [
-            Cache(jnp.zeros((*shape, config.d_k), dtype), jnp.zeros((*shape, config.d_v), dtype))
-            for _ in self.decoder
-        ]
+        size = length * hypotheses
+        keys = jnp.zeros((batch, config.num_heads, config.d_k, size), dtype)
+        values = jnp.zeros((batch, config.num_heads, size, config.d_v), dtype)
+        ancestors = jnp.zeros((batch, hypotheses, length, hypotheses), bool)
+        return DecodingCache(ancestors, [Cache(keys, values) for _ in self.decoder])
 
     def memory_keys_values(self, memory: Float[Array, "B S D"]) -> list[KeysValues]:
         """What each decoder layer reads of memory [B, S, D], the same at every step of decoding."""
@@ -126,22 +144,28 @@ class Transformer(nnx.Module):
         self,
         tokens: Int[Array, "B M"],
         index: Int[Array, ""],
-        cache: list[Cache],
+        cache: DecodingCache,
         memories: list[KeysValues],
         source_mask: SourceMask,
-    ) -> tuple[Float[Array, "B M V"], list[Cache]]:
+    ) -> tuple[Float[Array, "B M V"], DecodingCache]:
         """One token of each hypothesis, [B, M], at position `index` -> logits [B, M, V] and cache.
 
         Equal to the column `index` of `decode` on the whole prefix.
         """
-        table = jnp.asarray(self._positions("target", cache[0].keys.shape[3]))
+        batch, hypotheses, length, _ = cache.ancestors.shape
+        assert self.config.positions == "sinusoidal" or length <= self.config.max_length
+        table = jnp.asarray(self._positions("target", length))
         position = jax.lax.dynamic_slice_in_dim(table, index, 1)
         x = self._embed(self.embedding, tokens, position[None])
-        new_cache = []
-        for layer, read, past in zip(self.decoder, memories, cache, strict=True):
-            x, past = layer.step(x, read, source_mask, past, index)
-            new_cache.append(past)
-        return self.project(x), new_cache
+        itself = jnp.eye(hypotheses, dtype=bool)[None, :, None]
+        itself = jnp.broadcast_to(itself, (batch, hypotheses, 1, hypotheses))
+        ancestors = jax.lax.dynamic_update_slice_in_dim(cache.ancestors, itself, index, axis=2)
+        mask = ancestors.reshape(batch, 1, hypotheses, -1)
+        layers = []
+        for layer, read, past in zip(self.decoder, memories, cache.layers, strict=True):
+            x, past = layer.step(x, read, source_mask, past, mask, index)
+            layers.append(past)
+        return self.project(x), DecodingCache(ancestors, layers)
 
     def embed_source(self, source: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """What the first encoder layer reads of source ids [B, S], before dropout."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from flaxformer_min.search import Allowed, Hypotheses, StepFn, anything, greedy_search
+from flaxformer_min.search import Allowed, Grow, Hypotheses, StepFn, anything, greedy_search
 
 
 def sample(
@@ -22,6 +22,7 @@ def sample(
     length: int,
     length_penalty_alpha: float | Float[Array, ""],
     allowed: Allowed = anything,
+    grow: Grow | None = None,
 ) -> Hypotheses:
     """A translation of each sentence drawn with its own key; N = M = 1, cache leaves [B, 1, ...].
 
@@ -45,6 +46,7 @@ def sample(
         length_penalty_alpha=length_penalty_alpha,
         allowed=allowed,
         choose=draw,
+        grow=grow,
     )
 
 

@@ -5,20 +5,23 @@ depends on its own length alone, and rows do not mix, so neighbours cannot chang
 translation.
 """
 
+import collections
 import dataclasses
 import functools
 import logging
 import math
+import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
@@ -33,6 +36,12 @@ from flaxformer_min.search import Hypotheses
 from flaxformer_min.shapes import padded, plan_batches
 from flaxformer_min.state import Params, split_model
 from flaxformer_min.tokenizer import Tokenizer
+
+# A batch is too small to keep the cores of a CPU busy, so there is one for each.
+BATCHES_AT_ONCE = min(os.cpu_count() or 1, 8)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -88,13 +97,11 @@ class Translator:
     ) -> None:
         """`devices` are all of this process by default."""
         self.config, self.tokenizer, self.step = config, tokenizer, step
+        devices = devices or jax.local_devices()
+        self._devices = len(devices)
         mesh = jax.make_mesh(
-            (len(devices or jax.local_devices()),),
-            ("rows",),
-            axis_types=(jax.sharding.AxisType.Auto,),
-            devices=devices or jax.local_devices(),
+            (self._devices,), ("rows",), axis_types=(AxisType.Auto,), devices=devices
         )
-        self._devices = mesh.size
         self._everywhere = NamedSharding(mesh, P())
         models = [config.model, *(model for model, _ in others)]
         self._longest = min(model.max_length for model in models)
@@ -181,24 +188,29 @@ class Translator:
             texts = ["" if is_blank(prefixes[place]) else prefixes[place] for place in places]
             begun = [ids[:-1] for ids in self._encode(texts, places, first_line)]
         lengths = [max(len(s), len(b) + 1) for s, b in zip(sources, begun, strict=True)]
-        for rows, width, members in self._batches(lengths):
-            batch = [sources[member] for member in members]
+
+        def search(batch: tuple[int, int, list[int]]) -> list[tuple[int, Translation]]:
+            rows, width, members = batch
+            texts = [sources[member] for member in members]
             forced = None if prefixes is None else [begun[member] for member in members]
-            filled = self._rows(batch, forced, rows, width)
+            filled = self._rows(texts, forced, rows, width)
             found = self._search((self._params, *self._others), filled, settled)
             weights = self._weights(filled, found) if options.attention else None
             found_places = [places[member] for member in members]
-            yield list(zip(found_places, self._translations(batch, found, weights), strict=True))
+            return list(zip(found_places, self._translations(texts, found, weights), strict=True))
+
+        yield from in_order(search, self._batches(lengths))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """The log-probability of each pair's target given its source, EOS included, in order.
 
         A side longer than the model takes counts by its first tokens, with a warning.
         """
-        return [math.fsum(scored.log_probs) for scored in self.score_tokens(pairs, first_line)]
+        scored = self.score_tokens(pairs, first_line=first_line)
+        return [math.fsum(each.log_probs) for each in scored]
 
     def score_tokens(
-        self, pairs: Sequence[tuple[str, str]], first_line: int = 1
+        self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1
     ) -> list[TokenScores]:
         """As `score`, token by token."""
         sources, targets = (
@@ -284,6 +296,18 @@ class Translator:
             count = max(1, int(np.sum(host.lengths[row] > 0)))
             best, *others = (hypothesis(row, rank) for rank in range(count))
             yield dataclasses.replace(best, others=tuple(others))
+
+
+def in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """function(item) of each item, in order, with BATCHES_AT_ONCE of them at work."""
+    with ThreadPoolExecutor(BATCHES_AT_ONCE) as pool:
+        waiting: collections.deque[Future[Result]] = collections.deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > BATCHES_AT_ONCE:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _cut(weights: AttentionWeights, row: int, source: int, target: int) -> AttentionWeights:

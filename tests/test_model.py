@@ -191,7 +191,7 @@ def cached_logits(config, params, prefixes, memory, source, order):
     memories, source_mask = model.memory_keys_values(memory), padding_mask(source)
 
     def step(cache, index):
-        moved = jax.tree.map(lambda leaf: leaf[:, order], cache)
+        moved = cache.moved(jnp.broadcast_to(order, prefixes.shape[:2]))
         cache = jax.tree.map(lambda a, b: jnp.where(index == length // 2, a, b), moved, cache)
         tokens = prefixes[:, :, index]
         return model.decode_step(tokens, index, cache, memories, source_mask)[::-1]
@@ -233,10 +233,29 @@ def test_a_reordered_cache_continues_the_reordered_prefixes(params, outputs):
     np.testing.assert_allclose(cached[:, :, half:], full[:, :, half:], atol=1e-5)
 
 
-def test_the_cache_is_held_per_hypothesis_and_the_memory_per_sentence(params, outputs):
+def test_a_cache_that_grows_on_the_way_changes_nothing(params, outputs):
+    model, source_mask = build(CONFIG, params), padding_mask(SOURCE)
+    memories, step = model.memory_keys_values(outputs[0]), jax.jit(model.decode_step)
+    full = full_logits(CONFIG, params, PREFIXES, outputs[0], SOURCE)
+    cache = model.init_cache(5, HYPOTHESES, 0)
+    for index in range(TARGET_LENGTH):
+        if index in (0, 2, 5):
+            cache = cache.grown({0: 2, 2: 5, 5: TARGET_LENGTH}[index])
+        tokens = PREFIXES[:, :, index], jnp.int32(index)
+        logits, cache = step(*tokens, cache, memories, source_mask)
+        np.testing.assert_allclose(logits, full[:, :, index], atol=1e-5)
+
+
+def test_keys_and_values_are_held_once_for_each_token_and_those_of_the_memory_per_sentence(
+    params, outputs
+):
     model = build(CONFIG, params)
-    cache = [leaf.shape for leaf in jax.tree.leaves(model.init_cache(5, HYPOTHESES, 23))]
-    assert cache == [(5, HYPOTHESES, 2, 23, 7), (5, HYPOTHESES, 2, 23, 17)] * CONFIG.num_layers
+    ancestors, layers = model.init_cache(5, HYPOTHESES, 23)
+    assert ancestors.shape == (5, HYPOTHESES, 23, HYPOTHESES)
+    assert len(layers) == CONFIG.num_layers
+    for layer in layers:
+        assert layer.keys.shape == (5, 2, 7, 23 * HYPOTHESES)
+        assert layer.values.shape == (5, 2, 23 * HYPOTHESES, 17)
     memories = [leaf.shape for leaf in jax.tree.leaves(model.memory_keys_values(outputs[0]))]
     assert memories == [(5, 2, SOURCE_LENGTH, 7), (5, 2, SOURCE_LENGTH, 17)] * CONFIG.num_layers
 
@@ -245,7 +264,7 @@ def test_what_the_cache_holds_beyond_the_index_is_not_read(params, outputs):
     model, source_mask = build(CONFIG, params), padding_mask(SOURCE)
     memories, step = model.memory_keys_values(outputs[0]), jax.jit(model.decode_step)
     clean = model.init_cache(5, HYPOTHESES, 4)
-    dirty = jax.tree.map(lambda leaf: leaf + 1e30, clean)
+    dirty = clean._replace(layers=jax.tree.map(lambda leaf: leaf + 1e30, clean.layers))
     for index in range(2):
         tokens = PREFIXES[:, :, index], jnp.int32(index)
         wanted, clean = step(*tokens, clean, memories, source_mask)

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from flaxformer_min.constraints import all_but
-from flaxformer_min.search import Hypotheses, beam_search, greedy_search, length_penalty
+from flaxformer_min.search import (
+    FIRST_ROOM,
+    Hypotheses,
+    beam_search,
+    greedy_search,
+    length_penalty,
+    top_k,
+)
 
 NONE = -np.inf
 
@@ -416,3 +423,51 @@ def test_equal_candidates_come_in_the_order_of_beams_and_ids():
     log_probs = jnp.log(jnp.full((1, 5**2, 4), 0.25))
     found = search_prefixes(log_probs, 3, 3, 0.0, 3, eos=3)
     assert [ids(found, 0, rank) for rank in range(3)] == [[3], [0, 3], [0, 0, 3]]
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_a_cache_that_grows_gives_the_bits_of_one_with_room_for_all(beam):
+    """The next token's distribution is a row of a table that all tokens so far decide together."""
+    vocab, length = 7, 37
+    logits = 2.0 * np.random.default_rng(23).normal(size=(5, 101, vocab))
+    logits[:, :, 0] -= 4.0  # EOS
+    log_probs = jax.nn.log_softmax(jnp.array(logits, jnp.float32))
+    rooms = []
+
+    def step_fn(tokens, past, index):
+        past = past.at[:, :, index].set(tokens)
+        row = (past * (1 + jnp.arange(past.shape[2]))[None, None]).sum(2) % 101
+        return jnp.take_along_axis(log_probs, row[:, :, None], axis=1), past
+
+    def grow(past, room):
+        rooms.append(room)
+        return jnp.pad(past, [(0, 0), (0, 0), (0, room - past.shape[2])])
+
+    def search(room, grow):
+        return beam_search(
+            step_fn,
+            jnp.zeros((5, beam, room), jnp.int32),
+            bos_id=1,
+            eos_id=0,
+            pad_id=8,
+            max_lengths=jnp.array([37, 16, 17, 33, 5]),
+            length=length,
+            beam_size=beam,
+            length_penalty_alpha=1.0,
+            grow=grow,
+        )
+
+    whole = jax.jit(lambda: search(length, None))()
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: search(0, grow))(), whole)
+    assert rooms == [FIRST_ROOM, 32, length]
+    assert np.sum(whole.lengths > 32) and np.sum(whole.lengths <= FIRST_ROOM)
+
+
+@pytest.mark.parametrize("size", [1, 7, 127, 131, 251 * 5, 97 * 64])
+def test_top_k_is_that_of_jax_ties_included(size):
+    rng = np.random.default_rng(size)
+    for values in (rng.normal(size=(3, size)), rng.integers(0, 3, (3, size)), np.zeros((3, size))):
+        values = jnp.where(rng.random((3, size)) < 0.1, -np.inf, values.astype(np.float32))
+        for count in {1, min(6, size)}:
+            found, expected = top_k(values, count), jax.lax.top_k(values, count)
+            jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(expected))

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flaxformer_min import translate
 from flaxformer_min.batching import Batch
 from flaxformer_min.checkpoint import Checkpoints
+from flaxformer_min.checkpoint_directory import Loaded
 from flaxformer_min.config import Config, DataConfig, DecodeConfig, ModelConfig
 from flaxformer_min.errors import UserError
 from flaxformer_min.masks import causal_mask, padding_mask
@@ -409,6 +411,20 @@ def test_an_ensemble_takes_the_mean_of_probabilities(translator, endless, forced
         np.testing.assert_allclose(two, one, rtol=1e-5)
     with pytest.raises(UserError, match="attention is that of one model"):
         both.translate(["see"], Options(attention=True))
+
+
+def test_models_of_different_tokenizers_make_no_ensemble(tokenizer, translator, monkeypatch):
+    other = Tokenizer(train_tokenizer(["one two three"] * 9 + list(WORDS), DATA))
+    assert other.vocab_size == tokenizer.vocab_size
+    found = {
+        "a": Loaded(CONFIG, tokenizer, translator.params, 5),
+        "b": Loaded(CONFIG, other, translator.params, 7),
+    }
+    monkeypatch.setattr(translate, "load_for_inference", lambda path, step: found[path])
+    with pytest.raises(UserError, match="b: its tokenizer is not that of a"):
+        Translator.load("a", "b")
+    assert Translator.load("a", "a").step == [5, 5]
+    assert Translator.load("b").step == 7
 
 
 def test_scores_are_the_training_loss_without_smoothing(translator):
