@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["numbers", "endings"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        root = options.workdir or Path(temporary)
+        root = (options.workdir or Path(temporary)).absolute()
         corpus = root / "corpus"
         corpus.mkdir(parents=True)
         tiny_config.write_corpus(corpus, train=13, validation=5)

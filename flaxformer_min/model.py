@@ -213,6 +213,8 @@ def through(
     again. `config.scan_layers` compiles one layer and loops over it; outside, the layers keep
     weights of their own, so that checkpoints do not know of it.
     """
+    if not layers:
+        return x
     structure = nnx.split(layers[0])[0]  # all layers have the same
     weights = [nnx.split(layer)[1] for layer in layers]
 

@@ -114,11 +114,8 @@ def beam_search(
     so neighbours do not matter. What is still alive then is scored at its length and ranked last.
     What is not allowed loses its probability without renormalisation: scores stay the model's.
 
-    A cache that can `grow` is given without room for any token and gets it as tokens come, so that
-    attention reads hardly more than has been written.
-
-    Shapes: cache leaves [B, M, ...]; the result has N = n_best <= beam_size and T = length.
-    beam_size 1 is greedy search by definition.
+    Shapes: cache leaves [B, M, ...], without room for a token if they can `grow`; the result has
+    N = n_best <= beam_size and T = length. beam_size 1 is greedy search by definition.
     """
     assert 1 <= n_best <= beam_size, (n_best, beam_size)
     if beam_size == 1:
@@ -145,13 +142,9 @@ def beam_search(
         alive, kept = _best(going, going.log_probs, beam_size)
         alive = _select(state.done, state.alive, alive)
         finished = _select(state.done, state.finished, finished)
-        return _State(
-            state.index + 1,
-            alive,
-            finished,
-            _settled(alive, finished, max_lengths, length_penalty_alpha, n_best),
-            move(cache, take(parents, kept)),
-        )
+        done = _settled(alive, finished, max_lengths, length_penalty_alpha, n_best)
+        cache = move(cache, take(parents, kept))
+        return _State(state.index + 1, alive, finished, done, cache)
 
     start = _start(max_lengths, beam_size, length, cache, bos_id, pad_id)
     alive, finished = _run(step, start, length, grow)

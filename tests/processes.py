@@ -7,6 +7,7 @@ argument and hands the others to the command line.
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -34,7 +35,7 @@ class Accident(NamedTuple):
 class Ended(NamedTuple):
     status: int | None  # None: it had to be killed
     errors: str
-    seconds: float  # since the first process ended or was stopped
+    seconds: float  # since the first process ended or was stopped; NaN if it had to be
 
 
 def launch(
@@ -83,7 +84,7 @@ def _wait(started: list[subprocess.Popen], stopped: set[int], patience: float) -
     for process in started:
         process.kill()
     errors = [process.communicate()[1] for process in started]
-    since = [at.get(place, 0) - (first or 0) for place in range(len(started))]
+    since = [at.get(place, math.nan) - (first or 0) for place in range(len(started))]
     return list(itertools.starmap(Ended, zip(statuses, errors, since, strict=True)))
 
 

@@ -51,8 +51,8 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_pa
     for workdir in (tmp_path / "two", tmp_path / "one"):  # eight devices in this process
         assert training.run(as_flags_say(uneven), workdir) == 0
     assert worst_difference(tmp_path / "one", tmp_path / "two") < 1e-5
-    assert metrics(tmp_path / "one")[-1]["bleu"]["precisions"][0] > 0
-    assert metrics(tmp_path / "one")[-1]["validation_loss"] < 4
+    evaluated = next(line for line in metrics(tmp_path / "two") if "bleu" in line)  # by both
+    assert evaluated["bleu"]["score"] > 0
 
 
 def test_a_killed_process_ends_the_other_which_names_it(uneven, tmp_path):
@@ -90,7 +90,7 @@ def test_how_a_run_ends_follows_from_who_failed_and_who_is_silent(
     silent, failures, since, expected
 ):
     seconds = {process: float(value) for process, value in enumerate(silent)}
-    verdict = judged(seconds, failures, since)
+    verdict = judged(seconds, failures, None if since is None else float(since))
     if expected is None:
         assert verdict is None
         return
