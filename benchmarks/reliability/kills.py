@@ -17,7 +17,7 @@ LONG = {"preparing": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 20
 SHORT = {"saving": 1}
 MOST = 150  # trials; a phase that they do not hit is not where we look for it
 # What comes before the phases that a start passes once.
-EARLIER = {"preparing": ("starting",), "compiling": ("starting", "preparing", "restoring")}
+EARLIER = {"preparing": ("starting",), "compiling": ("starting", "preparing", "making the state")}
 # Seconds within which a kill follows the first sign of a phase.
 WIDTH = {"preparing": 0.05, "compiling": 3.0, "evaluating": 0.2, "saving": 0.06}
 

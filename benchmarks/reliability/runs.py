@@ -31,7 +31,7 @@ from flaxformer_min.retention import counted
 ROOT = Path(__file__).parents[2]
 CONFIG_FILE = ROOT / "tests" / "tiny_config.py"
 PAIRS, VALIDATION_PAIRS = 1900, 40
-LONGEST_START = 600  # seconds until a run that shows no progress is given up
+LONGEST_START = 1800  # seconds until a run that shows no progress is given up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +216,8 @@ class Start:
         if self._stamp("corpus.json") == self._corpus:
             fresh = not self.begun and self._stamp("config.json") != self._config
             return "preparing" if fresh else "starting"
-        if self.begun and self._stamp("metrics.jsonl") == self._log:
-            return "restoring"
+        if self._stamp("metrics.jsonl") == self._log:
+            return "making the state"
         last = self.run.last_step()
         if last <= self.begun:
             return "compiling" if self.cold else "loading programs"
