@@ -47,22 +47,24 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.dir.mkdir(parents=True, exist_ok=True)
     print(f"{arguments.pairs:,} pairs, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{'':<32}{'seconds':>10}{'peak GB':>10}")
+    print(f"{'':<32}{'seconds':>10}{'CPU s':>10}{'peak GB':>10}")
     for stage in (make, train, encode, open_again, make_batches, take_steps):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             done = process.submit(measured, stage, arguments.dir, arguments.pairs).result()
-        seconds, peak, says = done
-        print(f"{stage.__doc__:<32}{seconds:>10.1f}{peak:>10.2f}  {says}", flush=True)
+        *figures, says = done
+        columns = "".join(f"{figure:>10.2f}" for figure in figures)
+        print(f"{stage.__doc__:<32}{columns}  {says}", flush=True)
 
 
 def measured(
     stage: Callable[[Path, int], str], folder: Path, pairs: int
-) -> tuple[float, float, str]:
-    """Seconds, gigabytes resident at most (mapped files included), and what the stage says."""
-    start = time.perf_counter()
+) -> tuple[float, float, float, str]:
+    """Seconds, those of all cores, most gigabytes resident (mapped files too); what it says."""
+    start, cpu = time.perf_counter(), time.process_time()
     says = stage(folder, pairs)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return time.perf_counter() - start, peak, says
+    return seconds, cpu, peak, says
 
 
 def make(folder: Path, pairs: int) -> str:
@@ -116,10 +118,11 @@ def opened(folder: Path) -> tuple[EncodedCorpus, int]:
 
 def encode(folder: Path, pairs: int) -> str:
     """encode"""
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     corpus, _ = opened(folder)
-    speed = pairs / (time.perf_counter() - start)
-    return f"{speed:,.0f} pairs/s, {corpus.lengths.sum() / len(corpus) / 2:.1f} tokens a side"
+    speed, by_cpu = pairs / (time.perf_counter() - start), pairs / (time.process_time() - cpu)
+    tokens = corpus.lengths.mean()
+    return f"{speed:,.0f} pairs/s, {by_cpu:,.0f} a CPU second; {tokens:.1f} tokens a side"
 
 
 def open_again(folder: Path, pairs: int) -> str:

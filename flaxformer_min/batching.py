@@ -5,7 +5,7 @@ data is the step number and nothing about it needs saving.
 """
 
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
 import grain
@@ -140,25 +140,33 @@ def _rows_and_batches(
     return rows, batches
 
 
-def assemble(plan: BatchPlan, corpus: EncodedCorpus, pad_id: int, step: int) -> Batch:
-    """The whole batch of a step.
+RowsOf = Callable[[int], np.ndarray]  # of so many rows the numbers of those wanted, ascending
 
-    A process of many would fill only its rows of the bucket here; the plan is the same for all.
-    """
+
+def assemble(
+    plan: BatchPlan, corpus: EncodedCorpus, pad_id: int, step: int, rows_of: RowsOf = np.arange
+) -> Batch:
+    """The batch of a step, or the rows of it that this process wants; the plan is that of all."""
     bucket, ids = plan.batch_ids(step)
     rows, *widths = plan.buckets[bucket]
-    batch = Batch(*(np.full((rows, width), pad_id, np.int32) for width in widths))
+    wanted = rows_of(rows)
+    ids = ids[wanted[wanted < len(ids)]]  # the rows beyond the pairs are the last ones
+    batch = Batch(*(np.full((len(wanted), width), pad_id, np.int32) for width in widths))
     for side, array in enumerate(batch):
         corpus.copy_rows(ids, side, to=array)
     return batch
 
 
 def batch_iterator(
-    plan: BatchPlan, corpus: EncodedCorpus, pad_id: int, start_step: int
+    plan: BatchPlan,
+    corpus: EncodedCorpus,
+    pad_id: int,
+    start_step: int,
+    rows_of: RowsOf = np.arange,
 ) -> Generator[Batch, None, None]:
     """Endless batches from `start_step` on, made ahead in one thread; close() ends the thread."""
     steps = grain.MapDataset.range(start_step, np.iinfo(np.int64).max)
-    batches = steps.map(lambda step: assemble(plan, corpus, pad_id, step))
+    batches = steps.map(lambda step: assemble(plan, corpus, pad_id, step, rows_of))
     one_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # more only slow Python
     iterator = iter(
         grain.experimental.ThreadPrefetchIterDataset(
@@ -171,17 +179,24 @@ def batch_iterator(
         iterator.close()
 
 
-def evaluation_batches(corpus: EncodedCorpus, config: DataConfig, pad_id: int) -> Iterator[Batch]:
+def evaluation_batches(
+    corpus: EncodedCorpus,
+    config: DataConfig,
+    pad_id: int,
+    row_multiple: int = 1,
+    rows_of: RowsOf = np.arange,
+) -> Iterator[Batch]:
     """Every pair exactly once, by length and without shuffling, in few shapes.
 
-    No split is refused: a pair longer than the token budget gets a batch of its own.
+    Rows are a multiple of `row_multiple`. No split is refused: where the token budget is too small
+    for so many rows, a batch has just as many.
     """
     few = dataclasses.replace(
         config,
         num_buckets=min(config.num_buckets, EVALUATION_BUCKETS),
-        row_multiple=1,
-        tokens_per_batch=max(config.tokens_per_batch, int(corpus.lengths.max())),
+        row_multiple=row_multiple,
+        tokens_per_batch=max(config.tokens_per_batch, row_multiple * int(corpus.lengths.max())),
     )
     plan = BatchPlan(corpus.lengths, few, shuffle=False)
     for step in range(plan.batches_per_epoch):
-        yield assemble(plan, corpus, pad_id, step)
+        yield assemble(plan, corpus, pad_id, step, rows_of)

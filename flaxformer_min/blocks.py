@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from flaxformer_min.attention import attend
+from flaxformer_min.attention import attend, cudnn_attention
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout, split
 
@@ -97,6 +97,7 @@ class MultiHeadAttention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.num_heads = config.num_heads
         self.rate = config.attention_dropout
+        self.cudnn = config.attention == "cudnn"
         self.query = xavier(rngs, config.d_model, config.num_heads * config.d_k)
         self.key = xavier(rngs, config.d_model, config.num_heads * config.d_k)
         self.value = xavier(rngs, config.d_model, config.num_heads * config.d_v)
@@ -111,6 +112,8 @@ class MultiHeadAttention(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Lets each position of x [B, T, D] read from `read`; the result is [B, T, D]."""
         query = self.heads(x, self.query[...])
+        if self.cudnn and key is not None:  # in training; evaluation runs on any machine
+            return self.merge(cudnn_attention(query, *read, mask))
         context, _ = attend(query, *read, mask, dropout_rate=self.rate, dropout_key=key)
         return self.merge(context)
 

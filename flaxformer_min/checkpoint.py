@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import multihost_utils
 
 from flaxformer_min.checkpoint_directory import (
     Loaded,
@@ -28,6 +27,7 @@ from flaxformer_min.checkpoint_directory import (
     whole_or_nothing,
 )
 from flaxformer_min.config import Config
+from flaxformer_min.distributed import first_alone, from_first, gathered, is_first
 from flaxformer_min.errors import UserError
 from flaxformer_min.manifest import (
     CheckpointError,
@@ -72,10 +72,7 @@ class Checkpoints:
         self._damaged: set[int] = set()  # known to be: neither kept for nor counted by retention
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        if jax.process_index() == 0:
-            self._root.mkdir(parents=True, exist_ok=True)
-            tidy(self._root)
-        multihost_utils.sync_global_devices("checkpoints are tidy")
+        first_alone(self._tidy)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -93,7 +90,7 @@ class Checkpoints:
         Damaged ones are passed by with a warning and left where they are until their step is saved
         again. Raises CheckpointError if there are checkpoints and all are damaged.
         """
-        self._verified = good = newest_good(self._root)
+        self._verified = good = from_first(lambda: newest_good(self._root))
         self._damaged = {step for step in self.steps() if good is not None and step > good}
         return good
 
@@ -154,6 +151,7 @@ class Checkpoints:
         Raises CheckpointError: not writable, or the state holds numbers that are not finite.
         """
         self.wait()
+        gathered()  # the first may have waited for minutes
         _refuse_non_finite(state, step)
         folder = self._root / str(step)
         meta = Meta(
@@ -189,13 +187,17 @@ class Checkpoints:
         """The background part."""
         with whole_or_nothing(folder):
             written()
-            if jax.process_index() != 0:
+            if not is_first():
                 return
             complete(folder, self._config, self._tokenizer, meta)
         with reported(folder, "saved, but an older one could not be removed"):
             put_in_place(folder)
             self._damaged.discard(meta.step)
             self._retain()
+
+    def _tidy(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        tidy(self._root)
 
     def _retain(self) -> None:
         """Deletes what the rule does not keep; what cannot be judged is left."""

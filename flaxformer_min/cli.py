@@ -1,4 +1,4 @@
-"""The command line: train, translate, score, evaluate, average.
+"""The command line: train, plan, translate, score, evaluate, average.
 
 Exit status: 0 done; 2 the user's mistake; 1 what went wrong otherwise; 143 and 130 after SIGTERM
 and SIGINT. Whatever can be foreseen is told in one line; a traceback is a bug of this program.
@@ -37,20 +37,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parser = _make_parser()
         options, rest = parser.parse_known_args(arguments)
-        if rest and options.verb is not train:  # train's other flags override its config
+        if rest and options.verb not in (train, plan):  # whose other flags override the config
             raise UserError(f"unrecognized: {' '.join(rest)} (see {parser.prog} --help)")
         return options.verb(options, rest) or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read our output has seen enough; say nothing at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CheckpointError, FloatingPointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        text, status = told(error)
+        if text is not None:
+            print(f"error: {text}", file=sys.stderr)
+        return status
+
+
+def told(error: BaseException) -> tuple[str | None, int]:
+    """The line for an error that can be foreseen, and the exit status; raises any other again."""
+    if isinstance(error, UserError):
+        return str(error), 2
+    if isinstance(error, CheckpointError | FloatingPointError | OSError):
+        return str(error), 1
+    if isinstance(error, KeyboardInterrupt):
+        return None, 130
+    raise error
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -58,9 +66,25 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from flaxformer_min.config_file import load_config
 
     config = load_config(options.config, overrides)
-    from flaxformer_min import training
+    from flaxformer_min import distributed, ending, training
 
-    return training.run(config, Path(options.workdir), profile_steps=options.profile)
+    distributed.initialize(options.coordinator, options.processes, options.process)
+    workdir = Path(options.workdir)
+    return ending.together(
+        lambda: training.run(config, workdir, profile_steps=options.profile), told
+    )
+
+
+def plan(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Compiles CONFIG's train step for devices that need not be here: memory, time, collectives."""
+    from flaxformer_min.config_file import load_config
+
+    config = load_config(options.config, overrides)
+    from flaxformer_min.plan import make_plan
+    from flaxformer_min.plan_report import to_json, to_text
+
+    found = make_plan(config, options.topology, options.lengths)
+    print(to_json(found) if options.json else to_text(found))
 
 
 def translate(options: argparse.Namespace, _: list[str]) -> None:
@@ -75,10 +99,9 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
     if options.attention is not None:
         file = attention_file(options.attention, average_heads=options.average_heads)
     with file as write:
-        translate_stream(
+        blocks = translate_stream(
             Translator.load(*options.dir, step=options.step),
             cast(io.BufferedIOBase, sys.stdin.buffer),
-            sys.stdout.buffer,
             dataclasses.replace(_search_options(options), attention=write is not None),
             errors=options.errors,
             one_by_one=options.interactive,
@@ -86,6 +109,9 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
             as_json="n_best" in options,
             write_attention=write,
         )
+        for block in blocks:
+            sys.stdout.buffer.write("".join(line + "\n" for line in block).encode())
+            sys.stdout.buffer.flush()
 
 
 def score(options: argparse.Namespace, _: list[str]) -> None:
@@ -163,6 +189,32 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
     sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
     sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
+    sub.add_argument(
+        "--distributed.coordinator",
+        dest="coordinator",
+        metavar="HOST:PORT",
+        help="where process 0 of several listens; SLURM and TPU pods need none of these",
+    )
+    sub.add_argument(
+        "--distributed.processes",
+        dest="processes",
+        type=_count,
+        metavar="N",
+        help="how many there are",
+    )
+    sub.add_argument(
+        "--distributed.process",
+        dest="process",
+        type=_whole,
+        metavar="I",
+        help="which of them this is, from 0",
+    )
+    sub = verb(plan)
+    sub.epilog = "Every field of the config is a flag too: --model.remat True"
+    sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
+    sub.add_argument("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
+    sub.add_argument("--lengths", metavar="FILE", help="source and target tokens of a pair a line")
+    sub.add_argument("--json", action="store_true", help="write JSON, not a table")
     sub = model_verb(translate)
     _add_search_flags(sub)
     _add_translate_flags(sub)
@@ -250,6 +302,12 @@ def _number(text: str) -> float:
     if math.isfinite(number := float(text)):
         return number
     raise argparse.ArgumentTypeError(f"{text} is not finite")
+
+
+def _whole(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
 
 
 def _count(text: str) -> int:

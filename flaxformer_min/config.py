@@ -35,6 +35,9 @@ class ModelConfig:
     max_length: int = 1024  # the longest sequence the model takes, in tokens with EOS
     share_embeddings: Literal["all", "target", "none"] = "all"  # all: section 3.4
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights are float32
+    attention: Literal["exact", "cudnn"] = "exact"  # cudnn: the fused kernel, training on GPUs
+    remat: bool = False  # compute each layer again in the backward pass: less memory, more time
+    scan_layers: bool = False  # compile one layer and loop over it: faster to compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,9 @@ class Config:
 
 
 FREE_ON_RESUME = (
+    "model.attention",
+    "model.remat",
+    "model.scan_layers",
     "data.dir",
     "data.train",
     "data.validation",
@@ -164,8 +170,8 @@ def config_from_json(text: str) -> Config:
 def check_resume(old: Config, new: Config) -> None:
     """Refuses a config under which going on would make the run another one.
 
-    Free to change are mesh, decode, what is evaluated and kept and when, more `train.steps`, and
-    paths, whose content is compared elsewhere.
+    Free to change are mesh, decode, how the model is compiled, what is evaluated and kept and
+    when, more `train.steps`, and paths, whose content is compared elsewhere.
 
     Raises:
         UserError: names the field and both values.

@@ -100,7 +100,13 @@ def prepare_split(
         counts["name"] = source.name  # the same text may have been read under another name
     if not report["kept"]:
         raise UserError(_nothing_left(names, report["sources"]))
-    return EncodedCorpus(folder, _dtype(tokenizer)), {"digest": folder.name, **report}
+    corpus = open_split(cache_dir, folder.name, tokenizer)
+    return corpus, {"digest": folder.name, **report}
+
+
+def open_split(cache_dir: str | Path, digest: str, tokenizer: Tokenizer) -> EncodedCorpus:
+    """A split that `prepare_split` encoded, by the digest in its report; raises OSError."""
+    return EncodedCorpus(Path(cache_dir) / digest, _dtype(tokenizer))
 
 
 def _is_whole(folder: Path) -> bool:

@@ -10,9 +10,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.blocks import project
+from flaxformer_min.sharding import on_own_rows
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
@@ -34,7 +36,7 @@ def smoothed_cross_entropy(
     return jnp.sum(losses * weights), jnp.sum(weights).astype(logits.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def projected_cross_entropy(
     states: Float[Array, "B T D"],
     table: Float[Array, "V D"],
@@ -42,13 +44,45 @@ def projected_cross_entropy(
     weights: Float[Array, "B T"],
     smoothing: float,
     chunk: int,
+    mesh: Mesh | None = None,
 ) -> Sums:
     """`smoothed_cross_entropy(states @ table.T, ...)`, never holding more than B x chunk x V.
 
     Target positions are taken `chunk` columns at a time, and where gradients are wanted each
-    chunk's are formed while its logits are still at hand. Columns, not flattened tokens: rows
-    sharded over devices then stay where they are.
+    chunk's are formed while its logits are still at hand. On a mesh each device takes its own
+    rows, and what they found is added up over the devices once, after the last chunk.
     """
+    total = on_own_rows(_total, mesh, smoothing, chunk)(states, table, labels, weights).sum()
+    return total, jnp.sum(weights).astype(total.dtype)
+
+
+def _forward(states, table, labels, weights, smoothing, chunk, mesh):
+    """The loss, with its gradients by states and table as residuals."""
+    gradients = on_own_rows(_gradients, mesh, smoothing, chunk)
+    total, states_grad, table_grad = gradients(states, table, labels, weights)
+    total = total.sum()
+    sums = total, jnp.sum(weights).astype(total.dtype)
+    return sums, (states_grad, table_grad.sum(0))
+
+
+def _backward(smoothing, chunk, mesh, residuals, cotangents):
+    states_grad, table_grad = residuals
+    scale = cotangents[0]  # the number of tokens does not depend on states or table
+    return states_grad * scale.astype(states_grad.dtype), table_grad * scale, None, None
+
+
+projected_cross_entropy.defvjp(_forward, _backward)
+
+
+def _total(
+    states: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    smoothing: float,
+    chunk: int,
+) -> Float[Array, "1"]:
+    """The sum of losses of some rows."""
 
     def add(total, columns):
         states_c, labels_c, weights_c = columns
@@ -56,12 +90,18 @@ def projected_cross_entropy(
         return total + smoothed_cross_entropy(logits, labels_c, weights_c, smoothing)[0], None
 
     zero = jnp.zeros((), _wide(states).dtype)
-    total, _ = jax.lax.scan(add, zero, _columns((states, labels, weights), chunk))
-    return total, jnp.sum(weights).astype(total.dtype)
+    return jax.lax.scan(add, zero, _columns((states, labels, weights), chunk))[0][None]
 
 
-def _forward(states, table, labels, weights, smoothing, chunk):
-    """The loss, with its gradients by states and table as residuals."""
+def _gradients(
+    states: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    smoothing: float,
+    chunk: int,
+) -> tuple[Float[Array, "1"], Float[Array, "B T D"], Float[Array, "1 V D"]]:
+    """The sum of losses of some rows, and its gradients by their states and the table."""
 
     def add(carry, columns):
         total, table_grad = carry
@@ -82,17 +122,7 @@ def _forward(states, table, labels, weights, smoothing, chunk):
     columns = _columns((states, labels, weights), chunk)
     (total, table_grad), states_grad = jax.lax.scan(add, zero, columns)
     states_grad = jnp.moveaxis(states_grad, 0, 1).reshape(states.shape[0], -1, states.shape[2])
-    sums = total, jnp.sum(weights).astype(total.dtype)
-    return sums, (states_grad[:, : states.shape[1]], table_grad)
-
-
-def _backward(smoothing, chunk, residuals, cotangents):
-    states_grad, table_grad = residuals
-    scale = cotangents[0]  # the number of tokens does not depend on states or table
-    return states_grad * scale.astype(states_grad.dtype), table_grad * scale, None, None
-
-
-projected_cross_entropy.defvjp(_forward, _backward)
+    return total[None], states_grad[:, : states.shape[1]], table_grad[None]
 
 
 def _logits_gradient(

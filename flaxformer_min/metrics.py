@@ -24,13 +24,62 @@ LINES_EVERY = 50  # steps between plain progress lines where there is no termina
 SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
 
 
-class MetricsLog:
+class QuietLog:
+    """What every process does with the metrics of a step; process 0 also writes them down.
+
+    They are read only when the next step has been dispatched (`push`), so that the device never
+    waits for the host.
+    """
+
+    def __init__(self, pair_ids: Callable[[int], Iterable[int]]):
+        """`pair_ids` gives the ids of the pairs in a step's batch, for the message about it."""
+        self._pair_ids = pair_ids
+        self._waiting: tuple[int, Metrics] | None = None
+
+    def push(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of the step just dispatched and settles those of the one before.
+
+        Raises FloatingPointError after SKIPS_IN_A_ROW non-finite steps in a row.
+        """
+        self._settle()
+        self._waiting = step, metrics
+
+    def flush(self) -> None:
+        """As `push`, without a step: waits for the one last pushed."""
+        self._settle()
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """Takes the record of an evaluation."""
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last step (evaluation, saving) out of the next rate."""
+
+    def close(self) -> None:
+        """To be called at the end."""
+
+    def _settle(self) -> None:
+        if self._waiting is None:
+            return
+        (step, metrics), self._waiting = self._waiting, None
+        values = {name: float(value) for name, value in metrics._asdict().items()}
+        self._train(step, values)
+        if (in_a_row := int(values["skipped_in_a_row"])) >= SKIPS_IN_A_ROW:
+            raise FloatingPointError(
+                f"steps {step - in_a_row + 1} to {step} were not finite; lower "
+                "optimizer.peak_learning_rate or set optimizer.clip_norm; pairs of the last batch: "
+                + ", ".join(map(str, sorted(self._pair_ids(step))))
+            )
+
+    def _train(self, step: int, values: dict[str, float]) -> None:
+        """Takes the metrics of a step that is over, as numbers."""
+
+
+class MetricsLog(QuietLog):
     """One JSON object a line in WORKDIR/metrics.jsonl, the same numbers as TensorBoard events.
 
     A number that is not finite is null there: JSON has no other word for it. Lines past the
-    position at which the log is opened are dropped: a run resumed there writes them again. The
-    metrics of a step are read only when the next one has been dispatched (`push`), so that the
-    device never waits for the host. What cannot be written raises OSError naming the file.
+    position at which the log is opened are dropped: a run resumed there writes them again. What
+    cannot be written raises OSError naming the file.
     """
 
     def __init__(
@@ -41,7 +90,7 @@ class MetricsLog:
         schedule: optax.Schedule,
         pair_ids: Callable[[int], Iterable[int]],
     ):
-        """`pair_ids` gives the ids of the pairs in a step's batch, for the message about it."""
+        super().__init__(pair_ids)
         self._path = workdir / "metrics.jsonl"
         _drop_later_lines(self._path, at)
         self._file = self._path.open("a", encoding="utf-8")
@@ -50,21 +99,12 @@ class MetricsLog:
         self._bar = tqdm(
             total=steps, initial=at.step, unit=" steps", disable=not self._terminal, smoothing=0.05
         )
-        self._schedule, self._pair_ids = schedule, pair_ids
-        self._waiting: tuple[int, Metrics] | None = None
+        self._schedule = schedule
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leaves the time since the last step (evaluation, saving) out of the next rate."""
         self._clock = time.perf_counter()
-
-    def push(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of the step just dispatched and records those of the one before.
-
-        Raises FloatingPointError after SKIPS_IN_A_ROW non-finite steps in a row.
-        """
-        self._settle()
-        self._waiting = step, metrics
 
     def flush(self) -> None:
         """As `push`, without a step: waits for the one last pushed. Then everything is on disk."""
@@ -94,29 +134,20 @@ class MetricsLog:
             self._file.close()
         self._events.close()
 
-    def _settle(self) -> None:
-        if self._waiting is None:
-            return
-        (step, metrics), self._waiting = self._waiting, None
-        values = {name: float(value) for name, value in metrics._asdict().items()}
+    def _train(self, step: int, values: dict[str, float]) -> None:
         seconds = time.perf_counter() - self._clock
         self.restart_clock()
-        skipped, in_a_row = int(values.pop("skipped")), int(values.pop("skipped_in_a_row"))
+        skipped, in_a_row = int(values["skipped"]), int(values["skipped_in_a_row"])
         before = step - 1 - skipped + bool(in_a_row)  # updates before this step
-        values["learning_rate"] = np.asarray(self._schedule(before)).item()
-        values["tokens_per_second"] = values["tokens"] / seconds
-        self._train(step, values)
+        line = {name: values[name] for name in ("loss", "tokens", "gradient_norm")}
+        line["learning_rate"] = np.asarray(self._schedule(before)).item()
+        line["tokens_per_second"] = values["tokens"] / seconds
+        self._record(step, line)
+        self._tell(step, line)
         if in_a_row:
             self.say(f"step {step}: loss or gradient not finite; parameters left as they were")
-        if in_a_row >= SKIPS_IN_A_ROW:
-            raise FloatingPointError(
-                f"steps {step - in_a_row + 1} to {step} were not finite; lower "
-                "optimizer.peak_learning_rate or set optimizer.clip_norm; pairs of the last batch: "
-                + ", ".join(map(str, sorted(self._pair_ids(step))))
-            )
 
-    def _train(self, step: int, values: dict[str, float]) -> None:
-        self._record(step, values)
+    def _tell(self, step: int, values: Mapping[str, float]) -> None:
         text = f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()

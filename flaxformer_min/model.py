@@ -4,6 +4,9 @@ Letters: B batch, S source length, T target length, D d_model, H heads, K d_k, U
 M hypotheses of a sentence, L positions in a decoding cache.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -57,9 +60,11 @@ class Transformer(nnx.Module):
         """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
         keys = split(key, len(self.encoder) + 1)
         x = dropout(self.embed_source(source), self.config.dropout, keys[0])
-        for layer, layer_key in zip(self.encoder, keys[1:], strict=True):
-            x = layer(x, source_mask, layer_key)
-        return x
+
+        def run(layer, x, key):
+            return layer(x, source_mask, key)
+
+        return through(self.encoder, run, x, keys[1:], self.config)
 
     def decode_states(
         self,
@@ -73,10 +78,12 @@ class Transformer(nnx.Module):
         """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
         keys = split(key, len(self.decoder) + 1)
         x = dropout(self.embed_target(target_in), self.config.dropout, keys[0])
-        memories = self.memory_keys_values(memory)
-        for layer, read, layer_key in zip(self.decoder, memories, keys[1:], strict=True):
-            x = layer(x, read, target_mask, source_mask, layer_key)
-        return x
+
+        def run(layer, x, key):
+            read = layer.cross_attention.keys_values(memory)
+            return layer(x, read, target_mask, source_mask, key)
+
+        return through(self.decoder, run, x, keys[1:], self.config)
 
     def decode(
         self,
@@ -167,6 +174,37 @@ class Transformer(nnx.Module):
         """bfloat16 if asked for; else what the weights are, so that float64 weights stay so."""
         bfloat16 = self.config.compute_dtype == "bfloat16"
         return jnp.dtype(jnp.bfloat16) if bfloat16 else self.embedding[...].dtype
+
+
+def through(
+    layers: Sequence[nnx.Module],
+    run: Callable[[Any, Float[Array, "B T D"], MaybeKey], Float[Array, "B T D"]],
+    x: Float[Array, "B T D"],
+    keys: Sequence[MaybeKey],
+    config: ModelConfig,
+) -> Float[Array, "B T D"]:
+    """x [B, T, D] through the layers in order, `run(layer, x, key)` being one of them.
+
+    `config.remat` keeps only what enters a layer for the backward pass and computes the rest
+    again. `config.scan_layers` compiles one layer and loops over it; outside, the layers keep
+    weights of their own, so that checkpoints do not know of it.
+    """
+    structure = nnx.split(layers[0])[0]  # all layers have the same
+    weights = [nnx.split(layer)[1] for layer in layers]
+
+    def one(x, part):
+        weights, key = part
+        return run(nnx.merge(structure, weights), x, key), None
+
+    if config.remat:
+        # A loop's body cannot be merged with its copy in the backward pass anyway.
+        one = jax.checkpoint(one, prevent_cse=not config.scan_layers)
+    if config.scan_layers:
+        stack = lambda *leaves: jnp.stack(leaves)  # noqa: E731
+        return jax.lax.scan(one, x, jax.tree.map(stack, *zip(weights, keys, strict=True)))[0]
+    for part in zip(weights, keys, strict=True):
+        x, _ = one(x, part)
+    return x
 
 
 def _table(rngs: nnx.Rngs, rows: int, d_model: int) -> nnx.Param:

@@ -1,9 +1,11 @@
-"""SIGTERM and SIGINT as a request to stop at the next step boundary."""
+"""SIGTERM and SIGINT as a request to stop at the next step boundary, the same in all processes."""
 
 import os
 import signal
 import threading
 from types import FrameType
+
+from flaxformer_min.distributed import gathered, post, posted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -51,9 +53,18 @@ class StopRequest:
         """0 if no signal came, else the shell's 128 + number: 143 for SIGTERM, 130 for SIGINT."""
         return 0 if self._received is None else 128 + self._received
 
+    def adopt(self, number: int) -> None:
+        """As if the signal had come here; the first one decides."""
+        self._received = self._received or number
+
+    @property
+    def received(self) -> int | None:
+        """The first signal that came."""
+        return self._received
+
     def _note(self, number: int, _: FrameType | None) -> None:
         """The handler: whoever is in Python code sees the request before the next line."""
-        self._received = self._received or number
+        self.adopt(number)
 
     def _count(self, arrivals: int) -> None:
         """The thread: one byte a signal, until the other end of the pipe is closed."""
@@ -63,3 +74,23 @@ class StopRequest:
                     if self._counted or not self._deferring:
                         os._exit(128 + byte[0])
                     self._counted = True
+
+
+class AgreedStop:
+    """Whether any process of the run was asked to stop; with one process, whether it was."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+    def __call__(self) -> bool:
+        """The same answer in all processes; all have to ask, as often and in the same order."""
+        told = gathered(str(self._stop.received) if self._stop.requested else None)
+        for number in told.values():
+            self._stop.adopt(int(number))
+        return bool(told)
+
+    def in_sight(self) -> bool:
+        """Whether to break off what this process does alone; the others may hear it later."""
+        if self._stop.requested:
+            post("stop/requested")
+        return self._stop.requested or bool(posted("stop"))

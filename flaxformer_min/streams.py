@@ -1,10 +1,10 @@
-"""Lines from a stream to translations in another, each block written as soon as it is done."""
+"""Lines from a stream, translated in blocks as they come."""
 
 import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from flaxformer_min.attention_file import Write
 from flaxformer_min.errors import UserError
@@ -18,7 +18,6 @@ READ_BYTES = 1 << 18  # at once, about 4,000 lines: sorted by length they fill t
 def translate_stream(
     translator: Translator,
     source: io.BufferedIOBase,
-    output: BinaryIO,
     options: Options = DEFAULT,
     *,
     errors: Literal["strict", "replace"] = "strict",
@@ -26,11 +25,11 @@ def translate_stream(
     prefix: str | None = None,
     as_json: bool = False,
     write_attention: Write | None = None,
-) -> None:
-    """Translates what has come, writes it, and goes on until the source ends; N lines to N lines.
+) -> Iterator[list[str]]:
+    """A line for each line of the source, in order; those of each block as soon as it is done.
 
     `one_by_one` answers each line before the next is translated. `prefix` is a file with the
-    beginning of each translation, blank for a free one. `as_json` writes for each line an array of
+    beginning of each translation, blank for a free one. `as_json` gives for each line an array of
     its n_best hypotheses.
     Raises UserError where the text is not UTF-8 (unless errors are to be replaced) or where the
     prefix file has another number of lines, and as `Translator.translate`.
@@ -45,11 +44,9 @@ def translate_stream(
             lines_there = first_line - 1 + len(prefixes)
             raise UserError(f"{prefix} has {lines_there} lines but standard input has more")
         found = translator.translate(lines, options, prefixes=prefixes, first_line=first_line)
-        for translation in found:
-            output.write(_line(translation, as_json).encode() + b"\n")
-        output.flush()
         if write_attention is not None:
             _pass_on_attention(translator, lines, found, first_line, write_attention)
+        yield [_line(translation, as_json) for translation in found]
         first_line += len(lines)
     if beginnings is not None and any(True for _ in beginnings):
         raise UserError(f"{prefix} has more lines than standard input, which has {first_line - 1}")

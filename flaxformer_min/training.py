@@ -1,29 +1,40 @@
 """The training loop: from a config to a trained, evaluated, saved model."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh
 
 from flaxformer_min.batching import Batch, batch_iterator
 from flaxformer_min.checkpoint import Checkpoints, load_for_inference
 from flaxformer_min.checkpoint_directory import difference, named_leaves
 from flaxformer_min.config import Config
+from flaxformer_min.distributed import compiled_together, is_first
 from flaxformer_min.errors import UserError
-from flaxformer_min.metrics import MetricsLog
+from flaxformer_min.metrics import MetricsLog, QuietLog
 from flaxformer_min.profiler import Profiler
 from flaxformer_min.schedule import make_optimizer, make_schedule
-from flaxformer_min.sharding import ROWS, abstract, check_rows, make_mesh, shardings
-from flaxformer_min.signals import StopRequest
+from flaxformer_min.sharding import (
+    abstract,
+    check_mesh,
+    make_mesh,
+    place_rows,
+    place_whole,
+    rows_here,
+    shardings,
+)
+from flaxformer_min.signals import AgreedStop, StopRequest
 from flaxformer_min.state import Params, TrainState, count_parameters, init_state, split_model
 from flaxformer_min.step import Metrics, make_train_step
 from flaxformer_min.stopping import Position
 from flaxformer_min.validation import GivenUp, Validation
-from flaxformer_min.workdir import Data, claim, hold, prepare_data, write_config
+from flaxformer_min.workdir import Data, cache_programs, hold, shared_data, write_config
 
 
 def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
@@ -36,30 +47,32 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     where the numbers do.
     """
     mesh = make_mesh(config.mesh)
-    check_rows(config, mesh)
+    check_mesh(config, mesh)
     with StopRequest() as stop, hold(workdir):
-        claim(workdir, config)
-        data = prepare_data(config, workdir)
+        data = shared_data(config, workdir)
+        cache_programs(workdir)
         with Checkpoints(workdir, config, data.tokenizer) as checkpoints:
             at = saved_position(checkpoints)
             if at.over(config.train):
-                print(f"{workdir} is finished, {_end(at, config)}; nothing to do", file=sys.stderr)
+                _say(f"{workdir} is finished, {_end(at, config)}; nothing to do")
                 return 0
             trainer = Trainer(config, mesh, data)
             state = trainer.saved_state(checkpoints, at.step) if at.step else trainer.fresh_state()
             checkpoints.require_space(trainer.shapes)
-            write_config(workdir, config)
+            if is_first():
+                write_config(workdir, config)
             with contextlib.ExitStack() as stack:
                 log = trainer.open_log(workdir, at)
                 stack.callback(log.close)
-                profiler = Profiler(workdir, at.step, config.train.steps, profile_steps)
+                traced = profile_steps if is_first() else 0
+                profiler = Profiler(workdir, at.step, config.train.steps, traced)
                 stack.callback(profiler.stop)
                 stop.defer()
-                at = trainer.loop(state, at, Run(checkpoints, log, profiler, stop))
+                at = trainer.loop(state, at, Run(checkpoints, log, profiler, AgreedStop(stop)))
         if at.over(config.train):
-            print(f"{workdir} is finished, {_end(at, config)}", file=sys.stderr)
+            _say(f"{workdir} is finished, {_end(at, config)}")
             return 0
-        print(f"{workdir} stopped at step {at.step}; the same command goes on", file=sys.stderr)
+        _say(f"{workdir} stopped at step {at.step}; the same command goes on")
         return stop.exit_status
 
 
@@ -76,9 +89,9 @@ class Run(NamedTuple):
     """What the loop writes to, and whom it listens to."""
 
     checkpoints: Checkpoints
-    log: MetricsLog
+    log: QuietLog
     profiler: Profiler
-    stop: StopRequest
+    stop: AgreedStop
 
 
 class Trainer:
@@ -88,7 +101,7 @@ class Trainer:
         self.config, self.mesh, self.data = config, mesh, data
         self.optimizer = make_optimizer(config.optimizer, config.model.d_model)
         graphdef, _ = split_model(config.model, data.tokenizer.vocab_size)
-        self.validation = Validation(config, data.tokenizer, data.validation, graphdef)
+        self.validation = Validation(config, data.tokenizer, data.validation, graphdef, mesh)
         train_step = make_train_step(
             graphdef,
             self.optimizer,
@@ -96,8 +109,9 @@ class Trainer:
             bos_id=data.tokenizer.bos_id,
             smoothing=config.train.label_smoothing,
             accumulation=config.optimizer.accumulation,
+            mesh=mesh,
         )
-        self._train_step = jax.jit(train_step, donate_argnums=0)
+        self._train_step = compiled_together(jax.jit(train_step, donate_argnums=0))
         self._root_key = jax.random.key(config.train.seed)
         self.shapes = jax.eval_shape(self._init)
 
@@ -106,31 +120,35 @@ class Trainer:
         folder, like = self.config.train.initialize_from, self.shapes
         weights = None if folder is None else _weights_of(folder, like.params)
         state = jax.jit(self._init, out_shardings=shardings(self.mesh, like))()
-        print(f"{count_parameters(state.params):,} parameters", file=sys.stderr)
+        _say(f"{count_parameters(state.params):,} parameters")
         if weights is None:
             return state
-        return state._replace(params=jax.device_put(weights, shardings(self.mesh, weights)))
+        return state._replace(params=place_whole(self.mesh, weights))
 
     def saved_state(self, checkpoints: Checkpoints, step: int) -> TrainState:
         """The state after `step` steps, as it was saved."""
-        print(f"resuming from step {step}", file=sys.stderr)
+        _say(f"resuming from step {step}")
         return checkpoints.restore(step, abstract(self.mesh, self.shapes))
 
-    def open_log(self, workdir: Path, at: Position) -> MetricsLog:
-        """The run's log, to go on from a position."""
+    def open_log(self, workdir: Path, at: Position) -> QuietLog:
+        """The run's log, to go on from a position; only process 0 writes one."""
         config, plan = self.config, self.data.plan
+
+        def pair_ids(step: int) -> np.ndarray:
+            return plan.batch_ids(step - 1)[1]
+
+        if not is_first():
+            return QuietLog(pair_ids)
         schedule = make_schedule(config.optimizer, config.model.d_model)
-        return MetricsLog(
-            workdir, at, config.train.steps, schedule, lambda step: plan.batch_ids(step - 1)[1]
-        )
+        return MetricsLog(workdir, at, config.train.steps, schedule, pair_ids)
 
     def batches(self, start: int) -> Generator[Batch, None, None]:
         """The batches from step `start` on, on their devices; close() ends the thread behind."""
-        rows, pad_id = NamedSharding(self.mesh, ROWS), self.data.tokenizer.pad_id
-        batches = batch_iterator(self.data.plan, self.data.train, pad_id, start)
+        data, rows_of = self.data, functools.partial(rows_here, self.mesh)
+        batches = batch_iterator(data.plan, data.train, data.tokenizer.pad_id, start, rows_of)
         try:
             for batch in batches:
-                yield jax.device_put(batch, rows)
+                yield place_rows(self.mesh, batch)
         finally:
             batches.close()
 
@@ -149,7 +167,7 @@ class Trainer:
             while True:
                 if at.evaluation_due(train):
                     at = self._evaluate(state.params, at, run)
-                last = at.over(train) or run.stop.requested  # asked once: a signal comes any time
+                last = at.over(train) or run.stop()  # asked once: a signal comes any time
                 if not at.saved and (last or at.regular(train)):
                     self._save(state, at, run)
                 if last:
@@ -170,7 +188,7 @@ class Trainer:
         """The position with its evaluation; as it was, if a stop was asked for meanwhile."""
         run.log.flush()
         try:
-            record = self.validation(params, at.step, lambda: run.stop.requested)
+            record = self.validation(params, at.step, run.stop)
         except GivenUp:
             return at
         run.log.evaluation(at.step, record)
@@ -195,6 +213,12 @@ def _weights_of(folder: str, like: Params) -> Params:
     if found := difference(named_leaves(weights), named_leaves(like)):
         raise UserError(f"train.initialize_from: {folder} holds another model: {found}")
     return weights
+
+
+def _say(text: str) -> None:
+    """A line for the reader, from process 0."""
+    if is_first():
+        print(text, file=sys.stderr)
 
 
 def _end(at: Position, config: Config) -> str:

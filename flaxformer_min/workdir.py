@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import json
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ import jax
 from flaxformer_min.batching import BatchPlan
 from flaxformer_min.checkpoint import FOLDER, load_for_inference
 from flaxformer_min.config import Config, check_resume, config_from_json, config_to_json
-from flaxformer_min.corpus import EncodedCorpus, prepare_split
+from flaxformer_min.corpus import EncodedCorpus, open_split, prepare_split
+from flaxformer_min.distributed import first_alone, from_first, is_first
 from flaxformer_min.durable import replace_file
 from flaxformer_min.errors import UserError
 from flaxformer_min.parallel import read_pairs
@@ -35,10 +36,15 @@ class Data(NamedTuple):
 
 @contextlib.contextmanager
 def hold(workdir: Path) -> Generator[None, None, None]:
-    """A context in which the workdir is this process's alone; makes it where there is none.
+    """A context in which the workdir is this run's alone; makes it where there is none.
+
+    Of several processes the first holds it for all.
 
     Raises UserError where another process holds it, or where it is no workdir of a run.
     """
+    if not is_first():
+        yield
+        return
     _config_there(workdir)  # before anything is put into a directory of something else
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -58,8 +64,7 @@ def claim(workdir: Path, config: Config) -> None:
     """Makes a workdir that is held the one of this run.
 
     With checkpoints in it, it must be a run of the same config. Without, every start is a fresh
-    one: it forgets what a start that came to nothing left. Compiled programs are cached in the
-    workdir too, unless JAX was told another place.
+    one: it forgets what a start that came to nothing left.
 
     Raises UserError naming what differs.
     """
@@ -70,6 +75,10 @@ def claim(workdir: Path, config: Config) -> None:
         for name in (TOKENIZER, CORPUS):
             (workdir / name).unlink(missing_ok=True)
         write_config(workdir, config)  # first of all: it marks what follows as a run's
+
+
+def cache_programs(workdir: Path) -> None:
+    """Compiled programs are kept in the workdir, unless JAX was told another place."""
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
 
@@ -103,6 +112,34 @@ def prepare_data(config: Config, workdir: Path) -> Data:
     return Data(tokenizer, train, validation, plan)
 
 
+def shared_data(config: Config, workdir: Path) -> Data:
+    """`claim` and `prepare_data`, done by process 0; the others wait and open what it made."""
+
+    def prepare() -> Data:
+        claim(workdir, config)
+        return prepare_data(config, workdir)
+
+    data = first_alone(prepare)
+    digests = from_first(lambda: _digests(workdir))
+    return open_data(config, workdir, digests) if data is None else data
+
+
+def open_data(config: Config, workdir: Path, digests: Mapping[str, str]) -> Data:
+    """What process 0 prepared; raises UserError where this process does not see it."""
+    try:
+        tokenizer = Tokenizer.load(workdir / TOKENIZER)
+        train, validation = (
+            open_split(workdir / "corpus", digests[split], tokenizer)
+            for split in ("train", "validation")
+        )
+    except (OSError, UserError) as error:
+        raise UserError(
+            f"--workdir {workdir}: must be on a disk that all processes share: {error}"
+        ) from error
+    assert tokenizer.sha256 == digests["tokenizer"]
+    return Data(tokenizer, train, validation, BatchPlan(train.lengths, config.data))
+
+
 def _config_there(workdir: Path) -> Config | None:
     """The config of the run that has this workdir, if one has; refuses what is not a run's."""
     path = workdir / CONFIG
@@ -122,11 +159,12 @@ def _resumes(workdir: Path) -> bool:
 
 
 def _digests(workdir: Path) -> dict[str, str]:
-    """What corpus.json says the run was trained on: its "tokenizer" and the text of "train"."""
+    """What corpus.json says of the run: digests of its "tokenizer", "train" and "validation"."""
     path = workdir / CORPUS
     try:
         report = json.loads(path.read_bytes())
-        return {"tokenizer": report["tokenizer"], "train": report["train"]["digest"]}
+        splits = {split: report[split]["digest"] for split in ("train", "validation")}
+        return {"tokenizer": report["tokenizer"], **splits}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: cannot be read ({error!r:.80}), so nothing says what the run was trained on; "

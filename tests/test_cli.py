@@ -112,9 +112,7 @@ def test_n_best_is_json_and_attention_a_file(finished, tmp_path, stdin, capsysbi
     assert len(rows[1]["cross_mean_over_heads"][0]) == found[3][0]["token_count"]
 
 
-def test_several_directories_are_an_ensemble_of_one_tokenizer(
-    finished, tmp_path, stdin, capsysbinary, capfd
-):
+def test_several_directories_are_an_ensemble_of_one_tokenizer(finished, stdin, capsysbinary):
     checkpoints = finished / "checkpoints"
     stdin(HOSTILE)
     assert main("translate", checkpoints / "100", checkpoints / "200") == 0

@@ -37,6 +37,9 @@ OTHER_VALUES = {
     "model.positions": "learned",
     "model.share_embeddings": "target",
     "model.compute_dtype": "bfloat16",
+    "model.attention": "cudnn",
+    "model.remat": True,
+    "model.scan_layers": True,
     "model.d_model": 514,
     "data.source": "phrases",
     "data.train": ("c.en", "c.de"),
@@ -227,6 +230,7 @@ def test_tfds_takes_any_number_of_splits() -> None:
 
 
 FREE = {
+    *("model.attention", "model.remat", "model.scan_layers"),
     *("data.dir", "data.train", "data.validation", "data.test", "data.tokenizer"),
     *("train.steps", "train.evaluate_every", "train.checkpoint_every"),
     *("train.keep_last", "train.keep_best", "train.patience", "train.initialize_from"),

@@ -1,6 +1,8 @@
 """The BLEU record is sacreBLEU's, and says how it came about."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import sacrebleu
@@ -9,6 +11,7 @@ from flaxformer_min.config import DecodeConfig
 from flaxformer_min.errors import UserError
 from flaxformer_min.evaluate import bleu_record, evaluate
 from flaxformer_min.options import Options
+from flaxformer_min.translate import DEFAULT, EMPTY, Translator
 
 REFERENCES = ["The cat sat, on the mat.", "Two grey dogs ran home .", "", "A B C D E"]
 TRANSLATIONS = ["The cat sat on the mat.", "two grey dogs ran home .", "", "A B C D F"]
@@ -42,17 +45,15 @@ def test_case_counts():
     assert lower < 70
 
 
-class Upper:
+class Upper(Translator):
     """A translator that upper-cases."""
 
-    class config:
-        decode = DecodeConfig(beam_size=2)
+    def __init__(self):
+        self.config, self.step = SimpleNamespace(decode=DecodeConfig(beam_size=2)), 30
 
-    step = 30
-
-    def translate(self, lines, options):
+    def translate(self, lines, options=DEFAULT):
         self.options = options
-        return [type("Translation", (), {"text": line.upper()}) for line in lines]
+        return [dataclasses.replace(EMPTY, text=line.upper()) for line in lines]
 
 
 def test_evaluate_translates_the_sources_and_records_how():

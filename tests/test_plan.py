@@ -1,0 +1,229 @@
+"""plan: what is read from compiled programs, FLOPs by formula, and the verdict."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny_config
+
+from flaxformer_min import hlo, plan
+from flaxformer_min.batching import Bucket
+from flaxformer_min.chips import CHIPS
+from flaxformer_min.cli import main
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.errors import UserError
+from flaxformer_min.plan_report import to_json, to_text
+from flaxformer_min.sharding import make_mesh
+
+# As TPUs' and CPUs' programs are written: a loop in a loop, one whose bound is known and one whose
+# bound stands in its condition; collectives that start and end, and one inside a fusion.
+PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
+
+%inner_condition (p.0: (s32[])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(5)
+  ROOT %less = pred[] compare(%gte, %bound), direction=LT
+}
+
+%inner (p.1: (s32[])) -> (s32[]) {
+  %all-reduce.1 = (f32[3,7]{1,0:T(8,128)}, bf16[11]{0}) all-reduce(%a, %b), to_apply=%add
+  %work = f32[2]{0} fusion(%a), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"10"}
+}
+
+%fused (p.2: f32[2]) -> f32[2] {
+  %part = f32[2]{0} add(%p.2, %p.2), backend_config={"estimated_cycles":"999"}
+}
+
+%scatter (p.3: f32[64]) -> f32[8] {
+  %all-reduce.2 = f32[64]{0} all-reduce(%p.3), channel_id=2, to_apply=%add
+}
+
+%outer (p.4: (s32[])) -> (s32[]) {
+  %while.1 = (s32[]) while(%t), condition=%inner_condition, body=%inner
+}
+
+%outer_condition (p.5: (s32[])) -> pred[] {
+  ROOT %less = pred[] compare(%a, %b), direction=LT
+}
+
+ENTRY %main (p.6: f32[2]) -> f32[] {
+  %while.2 = (s32[]) while(%t), condition=%outer_condition, body=%outer,"known_trip_count":{"n":"3"}
+  %ag = (f32[2,16]{1,0}, f32[8,16]{1,0}, u32[]) all-gather-start(%p.6), m={op_name="jit(a)/b"}
+  %ag.done = f32[8,16]{1,0} all-gather-done(%ag)
+  %rs = f32[8]{0} fusion(%p.6), kind=kCustom, calls=%scatter, x={"estimated_cycles":"7"}
+}
+"""
+
+
+def test_loops_count_as_often_as_they_turn_and_fusions_once():
+    program = hlo.read(PROGRAM)
+    assert program.cycles == 3 * 5 * 10 + 7
+    found = [(one.kind, one.bytes, one.trips) for one in program.collectives]
+    assert found == [
+        ("all-reduce", 4 * 3 * 7 + 2 * 11, 15),
+        ("all-gather", 4 * 8 * 16, 1),
+        ("all-reduce", 4 * 64, 1),
+    ]
+    assert program.collectives[1].source == "jit(a)/b"
+
+
+def test_a_real_program_of_eight_devices_is_read():
+    mesh = make_mesh(tiny_config.get_config(".").mesh)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def total(x):
+        return jax.lax.scan(lambda sum, part: (sum + (x * part).sum(), None), 0.0, x[0, :3])[0]
+
+    x = jax.ShapeDtypeStruct((16, 5), "float32", sharding=rows)
+    found = hlo.read(jax.jit(total).lower(x).compile().as_text()).collectives
+    assert sum(one.trips for one in found if one.kind == "all-reduce") in (3, 4)
+
+
+# FLOPs
+
+
+def test_the_formula_agrees_with_xlas_count():
+    config = tiny_config.get_config(".")
+    model = ModelConfig(
+        num_layers=2, d_model=64, d_ff=192, num_heads=2, d_k=24, d_v=40, dropout=0.0, max_length=16
+    )
+    config = tiny_config.changed(dataclasses.replace(config, model=model), "data", vocab_size=600)
+    config = tiny_config.changed(config, "optimizer", accumulation=1)
+    bucket = Bucket(8, 7, 11)  # 88 target positions: the loss is one chunk
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    state = plan._abstract_state(config, mesh)
+    counted = plan.compile_step(config, mesh, bucket, state).cost_analysis()["flops"]
+    assert plan.step_flops(model, 600, bucket) == pytest.approx(counted, rel=0.15)
+
+
+def test_the_formula_gives_a_value_worked_out_by_hand():
+    model = ModelConfig(num_layers=1, d_model=2, d_ff=3, num_heads=5, d_k=7, d_v=11)
+    # Attention of q queries on k keys: (q + k) x 2 x 5 x (7 + 11) + q k 5 (7 + 11).
+    encoder = (13 + 13) * 180 + 13 * 13 * 90 + 2 * 13 * 2 * 3
+    decoder = (17 + 17) * 180 + 17 * 17 * 90 + (17 + 13) * 180 + 17 * 13 * 90 + 2 * 17 * 2 * 3
+    logits = 17 * 2 * 19
+    wanted = 3 * 2 * 23 * (encoder + decoder + logits)
+    assert plan.step_flops(model, 19, Bucket(23, 13, 17)) == wanted
+
+
+# Shapes
+
+
+def test_assumed_lengths_double_up_to_the_longest_and_fill_one_batch_each():
+    data = tiny_config.changed(tiny_config.get_config("."), "data", max_length=100).data
+    data = dataclasses.replace(data, tokens_per_batch=6400, num_buckets=12)
+    lengths = plan.assumed_lengths(data)
+    assert np.unique(lengths).tolist() == [16, 32, 64, 100]
+    shapes = plan._buckets(lengths, data)
+    wanted = [(400, 16, 16), (192, 32, 32), (96, 64, 64), (64, 100, 100)]
+    assert [tuple(bucket) for bucket, _ in shapes] == wanted
+    assert [share for _, share in shapes] == [0.25] * 4
+    few = dataclasses.replace(data, num_buckets=2)
+    assert np.unique(plan.assumed_lengths(few)).tolist() == [64, 100]
+
+
+def test_lengths_of_a_file_give_the_shapes_and_their_shares(tmp_path):
+    data = tiny_config.get_config(".").data  # 256 tokens, 2 buckets, rows by 16, 16 tokens at most
+    lines = ["3 4"] * 192 + ["9 8"] * 16 + ["40 2"]
+    (tmp_path / "lengths").write_text("\n".join(lines))
+    lengths = plan.read_lengths(str(tmp_path / "lengths"), data)
+    assert len(lengths) == 208
+    shares = {tuple(bucket): share for bucket, share in plan._buckets(lengths, data)}
+    assert shares == {(64, 3, 4): 0.75, (16, 9, 8): 0.25}
+
+
+@pytest.mark.parametrize("text", ["", "1 2 3", "4 x", "0 5"])
+def test_a_file_that_holds_no_lengths_is_refused(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    with pytest.raises(UserError, match="--lengths"):
+        plan.read_lengths(str(path), tiny_config.get_config(".").data)
+
+
+# The verdict
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """The tiny config on eight CPU devices, as they are under pytest."""
+    config = tiny_config.changed(tiny_config.get_config("."), "mesh", data=-1, fsdp=2)
+    return plan.make_plan(config, "cpu:8")
+
+
+def test_a_plan_knows_the_bytes_of_a_device(planned):
+    assert planned.mesh == {"data": 4, "fsdp": 2, "tensor": 1} and planned.devices == 8
+    assert [tuple(shape.bucket) for shape in planned.shapes] == [(16, 16, 16)]
+    memory = planned.shapes[0].memory
+    whole = 4 * planned.parameters
+    assert whole / 2 < memory["parameters"] < 0.7 * whole
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+    assert memory["temporaries"] > 0
+    assert planned.hours is None and not planned.advice
+
+
+def test_json_and_table_say_the_same(planned):
+    tree, text = json.loads(to_json(planned)), to_text(planned)
+    assert tree["fits"] and tree["devices"] == 8 and tree["versions"]["jax"] == jax.__version__
+    shape = tree["shapes"][0]
+    assert shape["bucket"] == {"rows": 16, "source_length": 16, "target_length": 16}
+    assert shape["flops"] == planned.shapes[0].flops and shape["seconds"] is None
+    assert {"kind", "bytes", "trips", "source"} == set(shape["collectives"][0])
+    assert "16 x 16 x 16" in text and "exchanges" in text
+
+
+def test_time_follows_from_cycles_and_from_the_bytes_exchanged(planned):
+    shape = dataclasses.replace(planned.shapes[0], compute_seconds=0.5, collective_seconds=1.5)
+    short = dataclasses.replace(shape, share=0.25, compute_seconds=0.0, collective_seconds=1.0)
+    long = dataclasses.replace(shape, share=0.75)
+    timed = dataclasses.replace(planned, chip=CHIPS["v5e"], shapes=(short, long), steps=3600)
+    assert timed.hours == 0.25 * 1 + 0.75 * 2
+    assert timed.utilisation(long) == long.flops / (2 * 8 * 197e12)
+    assert "3,600 steps: 1.8 hours, 14 chip-hours" in to_text(timed)
+
+
+def test_a_program_that_does_not_fit_says_so_and_what_would_fit(planned, monkeypatch):
+    compile_step = plan.compile_step
+
+    def only_with_remat(config, mesh, *rest):
+        if not config.model.remat:
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory. Used 17.5G of 15.75G hbm. Exceeded"
+            )
+        return compile_step(config, mesh, *rest)
+
+    monkeypatch.setattr(plan, "compile_step", only_with_remat)
+    found = plan.make_plan(tiny_config.get_config("."), "cpu:8")
+    assert found.shapes[0].refusal == "Used 17.5G of 15.75G hbm"
+    assert found.advice == "with --model.remat True it would fit"
+    assert "16 x 16 x 16 does not fit: Used 17.5G" in to_text(found)
+    assert not json.loads(to_json(found))["fits"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v9:2x2", "write KIND:SIZE, such as v5e:16x16 or cpu:8, with one of v5e"),
+        ("v5e", "write KIND:SIZE"),
+        ("cpu:many", "after cpu comes a number of devices"),
+    ],
+)
+def test_a_topology_that_is_none_is_refused_in_one_line(capsys, topology, message):
+    command = ["plan", "--config", tiny_config.__file__ + ":.", "--topology", topology]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_what_does_not_divide_is_refused_before_anything_is_compiled(capsys):
+    command = ["plan", "--config", tiny_config.__file__ + ":.", "--topology", "cpu:8"]
+    assert main([*command, "--mesh.tensor", "8"]) == 2
+    assert "does not divide model.num_heads (2)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_libtpu_a_tpu_cannot_be_planned_for(capsys):
+    command = ["plan", "--config", tiny_config.__file__ + ":.", "--topology", "v5e:2x4"]
+    assert main(command) == 2
+    assert "pip install -e '.[tpu]'" in capsys.readouterr().err
