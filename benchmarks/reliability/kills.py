@@ -90,7 +90,7 @@ def _wait(start: Start, target: str, draw: random.Random) -> bool:
     if target in ("any", "saving"):
         far = run.size.steps if target == "any" else start.begun + 2 * run.size.checkpoint_every
         goal = draw.randint(start.begun, far)
-        if not start.wait_until(lambda: run.last_step() >= goal):
+        if not start.wait_for_step(goal):
             return False
     if target != "any" and not start.wait_until(lambda: _reached(start, target)):
         return False

@@ -216,7 +216,7 @@ class Start:
         if self._stamp("corpus.json") == self._corpus:
             fresh = not self.begun and self._stamp("config.json") != self._config
             return "preparing" if fresh else "starting"
-        if self._stamp("metrics.jsonl") == self._log:
+        if not self.logs():
             return "making the state"
         last = self.run.last_step()
         if last <= self.begun:
@@ -227,6 +227,14 @@ class Start:
         if due and not any("bleu" in line for line in self.run.log(4096) if line["step"] == last):
             return "evaluating"
         return "stepping"
+
+    def logs(self) -> bool:
+        """Whether it has taken over the log: what an earlier process wrote too much is gone."""
+        return self._stamp("metrics.jsonl") != self._log
+
+    def wait_for_step(self, step: int) -> bool:
+        """Whether the step was taken or loaded; False if the process ended first."""
+        return self.wait_until(lambda: self.logs() and self.run.last_step() >= step)
 
     def wait_for(self, phase: str) -> bool:
         """Whether the phase was reached; False if the process ended first."""
