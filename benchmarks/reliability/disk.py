@@ -54,7 +54,7 @@ def _starve(start: Start, small: Path | None, draw: random.Random) -> None:
     """From a random moment on there is room for no whole checkpoint; waits for the exit."""
     run = start.run
     goal = start.begun + draw.randint(0, 2 * run.size.checkpoint_every)
-    start.wait_until(lambda: run.last_step() >= goal)
+    start.wait_for_step(goal)
     sizes = [path.stat().st_size for path in (run.newest_folder).rglob("*")]
     if small:
         left = draw.uniform(0, 0.8) * sum(sizes)

@@ -18,7 +18,7 @@ def endurance(folder: Path, short: bool, seed: int) -> Tally:
     run = Run(folder / "long", folder, SHORT if short else LONG)
     start = run.start(JAX_LOG_COMPILES="1", JAX_COMPILATION_CACHE_DIR=str(programs(folder)))
     # By then every shape was trained on, evaluated and saved.
-    start.wait_until(lambda: run.last_step() > 2 * run.size.evaluate_every)
+    start.wait_for_step(2 * run.size.evaluate_every + 1)
     compiled, memory = start.output().count(COMPILED), [_resident(start)]
     while start.process.poll() is None:
         time.sleep(0.05)

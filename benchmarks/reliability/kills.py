@@ -17,7 +17,7 @@ LONG = {"preparing": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 20
 SHORT = {"saving": 1}
 MOST = 150  # trials; a phase that they do not hit is not where we look for it
 # What comes before the phases that a start passes once.
-EARLIER = {"preparing": ("starting",), "compiling": ("starting", "preparing", "restoring")}
+EARLIER = {"preparing": ("starting",), "compiling": ("starting", "preparing", "making the state")}
 # Seconds within which a kill follows the first sign of a phase.
 WIDTH = {"preparing": 0.05, "compiling": 3.0, "evaluating": 0.2, "saving": 0.06}
 
@@ -90,7 +90,7 @@ def _wait(start: Start, target: str, draw: random.Random) -> bool:
     if target in ("any", "saving"):
         far = run.size.steps if target == "any" else start.begun + 2 * run.size.checkpoint_every
         goal = draw.randint(start.begun, far)
-        if not start.wait_until(lambda: run.last_step() >= goal):
+        if not start.wait_for_step(goal):
             return False
     if target != "any" and not start.wait_until(lambda: _reached(start, target)):
         return False

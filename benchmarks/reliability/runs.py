@@ -31,7 +31,7 @@ from flaxformer_min.retention import counted
 ROOT = Path(__file__).parents[2]
 CONFIG_FILE = ROOT / "tests" / "tiny_config.py"
 PAIRS, VALIDATION_PAIRS = 1900, 40
-LONGEST_START = 600  # seconds until a run that shows no progress is given up
+LONGEST_START = 1800  # seconds until a run that shows no progress is given up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +216,8 @@ class Start:
         if self._stamp("corpus.json") == self._corpus:
             fresh = not self.begun and self._stamp("config.json") != self._config
             return "preparing" if fresh else "starting"
-        if self.begun and self._stamp("metrics.jsonl") == self._log:
-            return "restoring"
+        if not self.logs():
+            return "making the state"
         last = self.run.last_step()
         if last <= self.begun:
             return "compiling" if self.cold else "loading programs"
@@ -227,6 +227,14 @@ class Start:
         if due and not any("bleu" in line for line in self.run.log(4096) if line["step"] == last):
             return "evaluating"
         return "stepping"
+
+    def logs(self) -> bool:
+        """Whether it has taken over the log: what an earlier process wrote too much is gone."""
+        return self._stamp("metrics.jsonl") != self._log
+
+    def wait_for_step(self, step: int) -> bool:
+        """Whether the step was taken or loaded; False if the process ended first."""
+        return self.wait_until(lambda: self.logs() and self.run.last_step() >= step)
 
     def wait_for(self, phase: str) -> bool:
         """Whether the phase was reached; False if the process ended first."""

@@ -62,13 +62,13 @@ def _stop(run: Run, phase: str, draw: random.Random) -> tuple[list[str], float]:
 def _wait(start: Start, phase: str, draw: random.Random) -> None:
     """Waits for a random moment of the phase."""
     if phase == "compile":
-        start.wait_until(lambda: start.phase() == "compiling")
+        start.wait_for("compiling")
         time.sleep(draw.uniform(0, 1))
         return
     goal = start.begun + draw.randint(1, start.run.size.checkpoint_every)
-    start.wait_until(lambda: start.run.last_step() >= goal)
+    start.wait_for_step(goal)
     if phase == "save":
-        start.wait_until(lambda: start.phase() == "saving")
+        start.wait_for("saving")
 
 
 def _saved(start: Start) -> list[str]:
