@@ -16,6 +16,7 @@ from flaxformer_min.checkpoint_directory import read_state, start_writing
 from flaxformer_min.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
 from flaxformer_min.errors import UserError
 from flaxformer_min.loss import projected_cross_entropy
+from flaxformer_min.manifest import put_in_place
 from flaxformer_min.sharding import ROWS, abstract, check_mesh, make_mesh, shardings
 from flaxformer_min.state import init_state, split_model
 from flaxformer_min.step import make_train_step
@@ -197,6 +198,7 @@ def saved(tmp_path_factory):
         mesh = mesh_of(max(1, devices // 4), min(2, devices), 2 if devices > 2 else 1)
         split = jax.device_put(state, shardings(mesh, state))
         start_writing(folder / str(devices), split)()
+        put_in_place(folder / str(devices))
     return folder, state
 
 
