@@ -273,17 +273,14 @@ def test_bfloat16_scores_stay_near_those_of_float32(translator):
     assert rough.score(pairs) != exact
 
 
-def test_every_number_of_devices_gives_the_same_bits(translator):
+def test_one_device_gives_the_bits_of_eight(translator):
     lines = HOSTILE + sentences(70, seed=1)
     pairs = list(zip(sentences(9, seed=3), sentences(9, seed=4), strict=True))
     expected, scores = translator.translate(lines), translator.score(pairs)
     assert jax.device_count() == 8
-    for count in (1, 3):
-        fewer = Translator(
-            CONFIG, translator.tokenizer, translator.params, devices=jax.devices()[:count]
-        )
-        assert fewer.translate(lines) == expected
-        assert fewer.score(pairs) == scores
+    alone = Translator(CONFIG, translator.tokenizer, translator.params, devices=jax.devices()[:1])
+    assert alone.translate(lines) == expected
+    assert alone.score(pairs) == scores
 
 
 def test_two_threads_give_what_one_gives(translator):
@@ -352,7 +349,7 @@ def test_no_ngram_is_repeated_if_so_asked(endless):
     assert most(Options(sample=True, no_repeat_ngram_size=2)) == 1
 
 
-@pytest.mark.parametrize("options", [Options(), Options(beam_size=1), Options(sample=True)])
+@pytest.mark.parametrize("options", [Options(), Options(sample=True)], ids=["beam", "sample"])
 def test_a_translation_begins_with_its_prefix_and_its_score_counts_it(translator, forced, options):
     tokenizer = translator.tokenizer
     lines = [*sentences(5, seed=17), "", "see"]
