@@ -47,7 +47,9 @@ def read(text: str) -> Program:
         if found := _COLLECTIVE.search(line):
             source = re.search(r'op_name="([^"]*)"', line)
             size = _moved(found[1], found[2], bool(found[3]))
-            collectives.append(Collective(found[2], size, trips, source[1] if source else ""))
+            # TPUs write a reduce-scatter as an all-reduce fused with taking a slice of it.
+            kind = "reduce-scatter" if fused and found[2] == "all-reduce" else found[2]
+            collectives.append(Collective(kind, size, trips, source[1] if source else ""))
         elif not fused and (estimate := _CYCLES.search(line)):
             cycles += int(estimate[1]) * trips
     return Program(collectives, cycles)

@@ -64,7 +64,7 @@ def test_loops_count_as_often_as_they_turn_and_fusions_once():
     assert found == [
         ("all-reduce", 4 * 3 * 7 + 2 * 11, 15),
         ("all-gather", 4 * 8 * 16, 1),
-        ("all-reduce", 4 * 64, 1),
+        ("reduce-scatter", 4 * 64, 1),
     ]
     assert program.collectives[1].source == "jit(a)/b"
 
