@@ -8,6 +8,8 @@ it is here, since JAX has no public name for that store. With one process nothin
 
 import itertools
 import json
+import socket
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from flaxformer_min.errors import UserError
 
 CLUSTERS = ("slurm", "gcetpu", "gketpu")  # in which JAX finds the other processes by itself
 NAMESPACE = "flaxformer_min"  # of our keys
+START = 240  # seconds within which all processes of a run have to be started
 WEEK = 7 * 24 * 3600 * 1000  # milliseconds: longer than any preparation of a run
 
 T = TypeVar("T")
@@ -52,12 +55,30 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(f"--distributed.coordinator is {coordinator}: it must be HOST:PORT")
+    if process > 0:
+        _await(coordinator, host.strip("[]"), int(port))
     _join(
         coordinator_address=coordinator,
         num_processes=processes,
         process_id=process,
         cluster_detection_method="deactivate",
     )
+
+
+def _await(coordinator: str, host: str, port: int) -> None:
+    """Returns when process 0 listens; JAX, which would wait as long, aborts when it gives up."""
+    until = time.monotonic() + START
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=START).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"--distributed.coordinator {coordinator}: process 0 cannot be reached there "
+                    f"for {START} seconds: {error.strerror or error}"
+                ) from error
+        time.sleep(min(1, START))
 
 
 def _in_a_cluster() -> bool:

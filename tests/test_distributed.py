@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_config
-from processes import Accident, launch, metrics, worst_difference
+from processes import Accident, free_port, launch, metrics, worst_difference
 from tiny_config import changed
 
 from flaxformer_min import cli, distributed, training
@@ -17,6 +17,7 @@ from flaxformer_min.checkpoint_directory import read_meta
 from flaxformer_min.config import Config
 from flaxformer_min.distributed import first_alone, from_first, gathered
 from flaxformer_min.ending import judged
+from flaxformer_min.errors import UserError
 from flaxformer_min.retention import counted_steps
 from flaxformer_min.sharding import make_mesh, place_rows, rows_here
 
@@ -126,6 +127,13 @@ def test_flags_that_do_not_fit_are_one_line(uneven, tmp_path, capfd, flags, mess
     assert cli.main(["train", "--config", config, "--workdir", str(tmp_path / "w"), *given]) == 2
     errors = capfd.readouterr().err
     assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
+
+
+def test_a_coordinator_that_is_not_there_is_the_users_mistake(monkeypatch):
+    monkeypatch.setattr(distributed, "START", 0.1)
+    where = f"127.0.0.1:{free_port()}"
+    with pytest.raises(UserError, match=f"{where}: process 0 cannot be reached there .* refused"):
+        distributed.initialize(where, 2, 1)
 
 
 @pytest.mark.parametrize(("tasks", "expected"), [(None, False), ("1", False), ("2", True)])
