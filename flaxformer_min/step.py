@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxformer_min.batching import Batch
 from flaxformer_min.dropout import split
@@ -90,6 +90,24 @@ def loss_chunk(rows: int, length: int, mesh: Mesh | None) -> int:
     return math.ceil(length / chunks)
 
 
+def updated(
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    grads: Params,
+    count: Float[Array, ""],
+    finite: Bool[Array, ""],
+) -> tuple[Params, optax.OptState]:
+    """Parameters and optimizer state after the gradient grads / count, or as they are."""
+
+    def update(params, opt_state):
+        mean = jax.tree.map(lambda grad: grad / count, grads)
+        updates, opt_state = optimizer.update(mean, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    # A branch leaves donated buffers where they are; choosing leaf by leaf would copy them all.
+    return jax.lax.cond(finite, update, lambda *kept: kept, state.params, state.opt_state)
+
+
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
@@ -136,14 +154,9 @@ def make_train_step(
         key = jax.random.fold_in(root_key, state.step)
         (loss, tokens), grads = gradient(state.params, batch, key)
         count = jnp.maximum(tokens, 1)
-        loss, grads = loss / count, jax.tree.map(lambda grad: grad / count, grads)
-        norm = optax.tree.norm(grads)
+        loss, norm = loss / count, optax.tree.norm(grads) / count
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = (optax.apply_updates(state.params, updates), opt_state)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
-        )
+        params, opt_state = updated(optimizer, state, grads, count, finite)
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         skipped = state.skipped + jnp.where(finite, 0, 1)
         state = TrainState(state.step + 1, params, opt_state, skipped, in_a_row)

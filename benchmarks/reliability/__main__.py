@@ -3,6 +3,7 @@
 import argparse
 import sys
 import tempfile
+import traceback
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from benchmarks.reliability.kills import kills
 from benchmarks.reliability.nonfinite import nonfinite
 from benchmarks.reliability.resume import resume
 from benchmarks.reliability.stops import stops
-from benchmarks.reliability.tally import table
+from benchmarks.reliability.tally import Tally, table
 
 EXPERIMENTS = {
     experiment.__name__: experiment
@@ -35,6 +36,17 @@ EXPERIMENTS = {
 }
 
 
+def attempt(name: str, folder: Path, short: bool, seed: int) -> Tally:
+    """The experiment's tally; one that breaks is a failed trial, and the others go on."""
+    try:
+        return EXPERIMENTS[name](folder, short, seed)
+    except Exception as error:
+        traceback.print_exc()
+        tally = Tally(name)
+        tally.trial("the experiment itself", [f"{type(error).__name__}: {error}"])
+        return tally
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability", description=__doc__)
     parser.add_argument("--short", action="store_true", help="a few trials of each, a minute")
@@ -49,7 +61,7 @@ def main() -> int:
         folder = options.keep or Path(temporary)
         with (folder / "output.txt").open("w") as output, redirect_stderr(output):
             for name in options.only:
-                tally = EXPERIMENTS[name](folder, options.short, options.seed)
+                tally = attempt(name, folder, options.short, options.seed)
                 print(table([tally.row]).splitlines()[-1], file=sys.__stderr__, flush=True)
                 tallies.append(tally)
     print(table([tally.row for tally in tallies]))

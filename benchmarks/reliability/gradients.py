@@ -91,6 +91,7 @@ def _found(state: TrainState, devices: int, accumulation: int) -> Callable[[Batc
         bos_id=BOS_ID,
         smoothing=SMOOTHING,
         accumulation=accumulation,
+        mesh=mesh,
     )
     placed, compiled = jax.device_put(state, shardings(mesh, state)), jax.jit(step)
 
