@@ -34,6 +34,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit status."""
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = unraisable
     try:
         parser = _make_parser()
         options, rest = parser.parse_known_args(arguments)
@@ -48,6 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if text is not None:
             print(f"error: {text}", file=sys.stderr)
         return status
+
+
+def unraisable(event: Any) -> None:
+    """Python's own hook, but silent about threads that come back to an event loop that is over.
+
+    After a failed save or restore tensorstore's do, dozens of times; the failure is told by itself.
+    """
+    if str(event.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(event)
 
 
 def told(error: BaseException) -> tuple[str | None, int]:

@@ -22,6 +22,8 @@ from flaxformer_min.errors import UserError
 CLUSTERS = ("slurm", "gcetpu", "gketpu")  # in which JAX finds the other processes by itself
 NAMESPACE = "flaxformer_min"  # of our keys
 START = 240  # seconds within which all processes of a run have to be started
+# Seconds after which JAX gives up a silent process, in its own words: ending.py is to be earlier.
+HEARTBEAT = 240
 WEEK = 7 * 24 * 3600 * 1000  # milliseconds: longer than any preparation of a run
 
 T = TypeVar("T")
@@ -91,7 +93,7 @@ def _in_a_cluster() -> bool:
 def _join(**where: Any) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
     try:
-        jax.distributed.initialize(**where)
+        jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"cannot join the other processes of the run: {reason}") from error

@@ -26,7 +26,7 @@ from flaxformer_min.config import Config, DataConfig, ModelConfig
 from flaxformer_min.errors import UserError
 from flaxformer_min.schedule import make_optimizer
 from flaxformer_min.sharding import ROWS, abstract, check_mesh, make_mesh
-from flaxformer_min.state import TrainState, count_parameters, init_state, split_model
+from flaxformer_min.state import TrainState, count_parameters, split_model, state_shapes
 from flaxformer_min.step import make_train_step
 
 PAD_ID, BOS_ID = 0, 2  # of tokenizers trained here; which ones they are costs nothing
@@ -184,11 +184,7 @@ def plan_shape(
 
 def _abstract_state(config: Config, mesh: Mesh) -> TrainState:
     optimizer = make_optimizer(config.optimizer, config.model.d_model)
-
-    def init():
-        return init_state(config.model, config.data.vocab_size, optimizer, config.train.seed)
-
-    return abstract(mesh, jax.eval_shape(init))
+    return abstract(mesh, state_shapes(config.model, config.data.vocab_size, optimizer))
 
 
 def compile_step(

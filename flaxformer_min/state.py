@@ -1,5 +1,6 @@
 """What training carries from step to step, and how it is born."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ class TrainState(NamedTuple):
     skipped_in_a_row: Int[Array, ""]
 
 
+@functools.cache  # building the modules takes a good part of a start
 def split_model(config: ModelConfig, vocab_size: int) -> tuple[nnx.GraphDef, Params]:
     """The structure of a Transformer and its parameters as shapes, without allocating them."""
     model = nnx.eval_shape(lambda: Transformer(config, vocab_size, rngs=nnx.Rngs(0)))
@@ -36,9 +38,20 @@ def init_state(
 ) -> TrainState:
     """A fresh state: step 0, weights drawn from `seed`. Traceable, so it can be born sharded."""
     model = Transformer(config, vocab_size, rngs=nnx.Rngs(seed))
-    params = nnx.to_pure_dict(nnx.split(model)[1])
+    return _newborn(nnx.to_pure_dict(nnx.split(model)[1]), optimizer)
+
+
+def _newborn(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero, zero)
+
+
+def state_shapes(
+    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """`init_state` as shapes, without building the modules again."""
+    _, params = split_model(config, vocab_size)
+    return jax.eval_shape(lambda params: _newborn(params, optimizer), params)
 
 
 def count_parameters(params: Params) -> int:

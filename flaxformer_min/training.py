@@ -30,7 +30,14 @@ from flaxformer_min.sharding import (
     shardings,
 )
 from flaxformer_min.signals import AgreedStop, StopRequest
-from flaxformer_min.state import Params, TrainState, count_parameters, init_state, split_model
+from flaxformer_min.state import (
+    Params,
+    TrainState,
+    count_parameters,
+    init_state,
+    split_model,
+    state_shapes,
+)
 from flaxformer_min.step import Metrics, make_train_step
 from flaxformer_min.stopping import Position
 from flaxformer_min.validation import GivenUp, Validation
@@ -113,7 +120,7 @@ class Trainer:
         )
         self._train_step = compiled_together(jax.jit(train_step, donate_argnums=0))
         self._root_key = jax.random.key(config.train.seed)
-        self.shapes = jax.eval_shape(self._init)
+        self.shapes = state_shapes(config.model, data.tokenizer.vocab_size, self.optimizer)
 
     def fresh_state(self) -> TrainState:
         """The state before step 1, born sharded; the weights are `train.initialize_from`'s."""

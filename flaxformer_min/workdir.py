@@ -165,7 +165,7 @@ def _digests(workdir: Path) -> dict[str, str]:
         report = json.loads(path.read_bytes())
         splits = {split: report[split]["digest"] for split in ("train", "validation")}
         return {"tokenizer": report["tokenizer"], **splits}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read ({error!r:.80}), so nothing says what the run was trained on; "
             "put it back or use a new --workdir"

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_config
@@ -335,3 +336,13 @@ def test_a_reader_that_has_seen_enough_ends_translate_quietly(finished):
         process.stdout.close()
         _, errors = process.communicate(b"now\n")
     assert (process.returncode, errors) == (1, b"")
+
+
+def test_threads_that_come_back_to_a_closed_event_loop_say_nothing(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "__unraisablehook__", said.append)
+    errors = RuntimeError("Event loop is closed"), RuntimeError("other")
+    events = [SimpleNamespace(exc_value=error) for error in errors]
+    for event in events:
+        cli.unraisable(event)
+    assert said == events[1:]

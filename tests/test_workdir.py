@@ -106,6 +106,7 @@ def test_a_resumed_run_keeps_its_tokenizer(tiny, tmp_path):
         ("tokenizer.model", b"x", r"tokenizer\.model: not this run's any more"),
         ("tokenizer.model", None, r"tokenizer\.model: not this run's any more"),
         ("corpus.json", b"{", r"corpus\.json: cannot be read"),
+        ("corpus.json", b"[" * 100_000, r"corpus\.json: cannot be read"),
         ("corpus.json", b"[]", r"corpus\.json: cannot be read"),
         ("corpus.json", None, r"corpus\.json: cannot be read"),
     ],

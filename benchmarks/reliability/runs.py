@@ -97,7 +97,7 @@ class Run:
     """One workdir and the command that trains in it, to be given again and again."""
 
     def __init__(self, workdir: Path, folder: Path, size: Size) -> None:
-        self.workdir, self.size, self.starts = workdir, size, 0
+        self.workdir, self.folder, self.size, self.starts = workdir, folder, size, 0
         spec = config_spec(folder)
         self._arguments = ["--config", spec, "--workdir", str(workdir), *size.flags]
 
@@ -186,7 +186,8 @@ class Start:
     ) -> None:
         self.run, self.cold, self.begun = run, cold, run.newest
         self._config, self._corpus, self._log = map(self._stamp, self.WATCHED)
-        self._output = run.workdir.with_name(f"{run.workdir.name}.{run.starts}.txt")
+        # Not beside the workdir, which may be on a disk that is full.
+        self._output = run.folder / f"{run.workdir.name}.{run.starts}.txt"
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
                 command,
