@@ -211,7 +211,9 @@ def test_a_value_out_of_range_is_refused(key: str, value: object, rule: str) -> 
 
 
 def test_learned_positions_take_an_odd_d_model() -> None:
-    validate(changed(changed(CONFIG, "model.positions", "learned"), "model.d_model", 7))
+    odd = changed(CONFIG, "model.d_model", 7)
+    assert "model.d_model is 7" in message_of(validate, odd)
+    validate(changed(odd, "model.positions", "learned"))
 
 
 def test_phrases_take_one_slice() -> None:
@@ -223,6 +225,7 @@ def test_phrases_take_one_slice() -> None:
 def test_tfds_takes_any_number_of_splits() -> None:
     tfds = changed(CONFIG, "data.source", "tfds:wmt14_translate/de-en")
     for splits in (("train",), ("train[:1%]", "validation", "test")):
+        assert "data.train is " in message_of(validate, changed(CONFIG, "data.train", splits))
         validate(changed(tfds, "data.train", splits))
 
 

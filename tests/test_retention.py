@@ -237,4 +237,7 @@ def test_the_refusal_for_lack_of_space_names_both_numbers_and_the_mend(tmp_path,
 
 def test_a_folder_of_a_disk_says_what_is_free(tmp_path: Path):
     with opened(tmp_path) as checkpoints:
-        checkpoints.require_space(make_state(1))  # the real disk has 13 MB
+        state = make_state(1)
+        checkpoints.require_space(state)  # the real disk has 13 MB
+        with pytest.raises(UserError, match=r"are free and .* needed"):
+            checkpoints.require_space({"w": SimpleNamespace(size=10**18, dtype=state.step.dtype)})
