@@ -32,15 +32,17 @@ Batches = list[tuple[np.ndarray, np.ndarray]]
 
 
 def ours(size: Size) -> Step:
-    """The step that `train.py` runs."""
+    """The step that `train.py` runs, in a process set up as it does."""
     import jax
 
     from flaxformer_min.batching import Batch
     from flaxformer_min.config import OptimizerConfig
+    from flaxformer_min.heap import keep_work_space
     from flaxformer_min.schedule import make_optimizer
     from flaxformer_min.state import init_state, split_model
     from flaxformer_min.step import make_train_step
 
+    keep_work_space()
     model = model_config(size)
     optimizer = make_optimizer(OptimizerConfig(), model.d_model)
     graphdef, _ = split_model(model, size.vocab_size)

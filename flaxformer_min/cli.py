@@ -77,8 +77,9 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from flaxformer_min.config_file import load_config
 
     config = load_config(options.config, overrides)
-    from flaxformer_min import distributed, ending, training
+    from flaxformer_min import distributed, ending, heap, training
 
+    heap.keep_work_space()
     distributed.initialize(options.coordinator, options.processes, options.process)
     workdir = Path(options.workdir)
     return ending.together(

@@ -36,7 +36,9 @@ class ModelConfig:
     share_embeddings: Literal["all", "target", "none"] = "all"  # all: section 3.4
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights are float32
     attention: Literal["exact", "cudnn"] = "exact"  # cudnn: the fused kernel, training on GPUs
-    remat: bool = False  # compute each layer again in the backward pass: less memory, more time
+    # Compute each layer again in the backward pass: less memory, more time. XLA undoes it on CPUs
+    # unless layers are scanned.
+    remat: bool = False
     scan_layers: bool = False  # compile one layer and loop over it: faster to compile
 
 
