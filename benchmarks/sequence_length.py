@@ -7,7 +7,8 @@ One sequence of T source and T target tokens, the base model's widths (D 512, F 
 float32, forward and backward: one self-attention layer, one FFN, and a whole training step of a
 2+2-layer model. Beside the times stand the formulas: attention costs 4 T D^2 + 2 T^2 D
 multiplications forward (section 3.2.2's projections, and Table 1's T^2 D twice), the FFN 2 T D F,
-so that attention overtakes it at T = F - 2 D. Memory is the compiler's, of temporaries.
+so that attention overtakes it at T = F - 2 D. Memory is the compiler's, of temporaries. The process
+is set up as `train.py` sets up its own.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from flax import nnx
 from flaxformer_min.batching import Batch
 from flaxformer_min.blocks import FeedForward, MultiHeadAttention
 from flaxformer_min.config import ModelConfig, OptimizerConfig
+from flaxformer_min.heap import keep_work_space
 from flaxformer_min.masks import causal_mask
 from flaxformer_min.schedule import make_optimizer
 from flaxformer_min.state import init_state, split_model
@@ -145,6 +147,7 @@ def main() -> None:
     parser.add_argument("--plot", help="an SVG file")
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args()
+    keep_work_space()
     lengths = [64 << k for k in range(20) if 64 << k <= options.longest]
     rows = measure(lengths, options.rounds)
     print(f"attention overtakes the FFN: by the formula at T = {MODEL.d_ff - 2 * MODEL.d_model}, "
