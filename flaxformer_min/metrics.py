@@ -211,11 +211,12 @@ def _drop_later_lines(path: Path, at: Position) -> None:
     if not path.exists():
         return
     kept, place = [], (at.step, at.evaluation is not None)
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in path.read_bytes().split(b"\n"):
         try:
-            values = json.loads(line)
-            if (values["step"], "validation_loss" in values) <= place:
-                kept.append(line + "\n")
-        except ValueError:
+            values = json.loads(line.decode())
+            early = (values["step"], "validation_loss" in values) <= place
+        except (ValueError, TypeError, LookupError, RecursionError):  # no line of ours, or half one
             continue
-    replace_file(path, "".join(kept).encode())
+        if early:
+            kept.append(line + b"\n")
+    replace_file(path, b"".join(kept))

@@ -91,6 +91,18 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     assert lines(tmp_path) == [{"step": 1}]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [b"7", b"null", b"[]", b"{}", b'{"step": "1"}', b"[" * 100_000, b'{"step": 1, "\xff": 0}'],
+)
+def test_a_line_that_no_run_wrote_is_dropped_and_its_neighbours_stay(tmp_path, damage):
+    good = [{"step": 1}, {"step": 2}]
+    rows = [json.dumps(good[0]).encode(), damage, json.dumps(good[1]).encode(), b""]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(rows))
+    open_log(tmp_path, step=2).close()
+    assert lines(tmp_path) == good
+
+
 @contextlib.contextmanager
 def no_file_may_be_longer_than(size: int):
     """As on a full disk, writing raises OSError."""
