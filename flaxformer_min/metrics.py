@@ -100,11 +100,17 @@ class MetricsLog(QuietLog):
             total=steps, initial=at.step, unit=" steps", disable=not self._terminal, smoothing=0.05
         )
         self._schedule = schedule
+        self._over: float | None = None  # when the waiting step was, if that is known already
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leaves the time since the last step (evaluation, saving) out of the next rate."""
         self._clock = time.perf_counter()
+
+    def push(self, step: int, metrics: Metrics) -> None:
+        super().push(step, metrics)
+        # A CPU takes the step before the call returns, other devices while the next one is due.
+        self._over = time.perf_counter() if metrics.loss.is_ready() else None
 
     def flush(self) -> None:
         """As `push`, without a step: waits for the one last pushed. Then everything is on disk."""
@@ -135,8 +141,8 @@ class MetricsLog(QuietLog):
         self._events.close()
 
     def _train(self, step: int, values: dict[str, float]) -> None:
-        seconds = time.perf_counter() - self._clock
-        self.restart_clock()
+        over = self._over or time.perf_counter()
+        seconds, self._clock = over - self._clock, over
         skipped, in_a_row = int(values["skipped"]), int(values["skipped_in_a_row"])
         before = step - 1 - skipped + bool(in_a_row)  # updates before this step
         line = {name: values[name] for name in ("loss", "tokens", "gradient_norm")}

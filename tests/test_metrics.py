@@ -5,7 +5,9 @@ import json
 import math
 import resource
 import struct
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import pytest
@@ -101,6 +103,42 @@ def test_a_line_that_no_run_wrote_is_dropped_and_its_neighbours_stay(tmp_path, d
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(rows))
     open_log(tmp_path, step=2).close()
     assert lines(tmp_path) == good
+
+
+class Clock:
+    now = 0.0
+
+
+class Loss(NamedTuple):
+    """A loss that is there when its step has ended; whoever asks for it before has to wait."""
+
+    clock: Clock
+    end: float
+
+    def is_ready(self) -> bool:
+        return self.clock.now >= self.end
+
+    def __float__(self) -> float:
+        self.clock.now = max(self.clock.now, self.end)
+        return 4.0
+
+
+@pytest.mark.parametrize("returns_at_once", [True, False])
+def test_a_rate_is_that_of_the_step_itself(tmp_path, monkeypatch, returns_at_once):
+    """Whether the device works in the background or the call of a step returns at its end."""
+    clock, ends = Clock(), (2, 5, 11)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    log = open_log(tmp_path)
+    for step, end in enumerate(ends, 1):
+        if not returns_at_once:
+            clock.now = end
+        log.push(step, metrics(4.0)._replace(loss=Loss(clock, end)))
+    if not returns_at_once:
+        clock.now += 1
+    log.flush()
+    log.close()
+    rates = [line["tokens_per_second"] for line in lines(tmp_path)]
+    assert rates == pytest.approx([24 / 2, 24 / 3, 24 / 6])
 
 
 @contextlib.contextmanager
