@@ -110,7 +110,8 @@ class MetricsLog(QuietLog):
     def push(self, step: int, metrics: Metrics) -> None:
         super().push(step, metrics)
         # A CPU takes the step before the call returns, other devices while the next one is due.
-        self._over = time.perf_counter() if metrics.loss.is_ready() else None
+        is_over = metrics.loss.is_ready()  # pyrefly: ignore[missing-attribute]
+        self._over = time.perf_counter() if is_over else None
 
     def flush(self) -> None:
         """As `push`, without a step: waits for the one last pushed. Then everything is on disk."""
