@@ -17,7 +17,7 @@ from flax import linen as nn
 
 from benchmarks.sizes import Size, Step
 
-XAVIER, SMALL = nn.initializers.xavier_uniform(), nn.initializers.normal(1e-6)
+XAVIER, NEAR_ZERO = nn.initializers.xavier_uniform(), nn.initializers.normal(1e-6)
 
 
 def make_step(size: Size) -> Step:
@@ -113,7 +113,7 @@ class Layer(nn.Module):
         )
 
     def feed_forward(self, x):
-        dense = functools.partial(nn.Dense, kernel_init=XAVIER, bias_init=SMALL)
+        dense = functools.partial(nn.Dense, kernel_init=XAVIER, bias_init=NEAR_ZERO)
         y = drop(self.size, nn.relu(dense(self.size.d_ff)(x)))
         return drop(self.size, dense(self.size.d_model)(y))
 

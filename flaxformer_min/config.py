@@ -36,8 +36,8 @@ class ModelConfig:
     share_embeddings: Literal["all", "target", "none"] = "all"  # all: section 3.4
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights are float32
     attention: Literal["exact", "cudnn"] = "exact"  # cudnn: the fused kernel, training on GPUs
-    # Compute each layer again in the backward pass: less memory, more time. XLA undoes it on CPUs
-    # unless layers are scanned.
+    # Compute each layer again in the backward pass: less memory, more time. On CPUs XLA drops the
+    # barriers that this rests on, and only with scan_layers is memory saved.
     remat: bool = False
     scan_layers: bool = False  # compile one layer and loop over it: faster to compile
 

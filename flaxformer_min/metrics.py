@@ -142,7 +142,7 @@ class MetricsLog(QuietLog):
         self._events.close()
 
     def _train(self, step: int, values: dict[str, float]) -> None:
-        over = self._over or time.perf_counter()
+        over = time.perf_counter() if self._over is None else self._over
         seconds, self._clock = over - self._clock, over
         skipped, in_a_row = int(values["skipped"]), int(values["skipped_in_a_row"])
         before = step - 1 - skipped + bool(in_a_row)  # updates before this step
