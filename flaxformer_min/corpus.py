@@ -7,6 +7,7 @@ CACHE/DIGEST/    of text, tokenizer and limits; it has its name once it is compl
   manifest.json  size and SHA-256 of the three: where they differ, all is written again
 """
 
+import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -14,7 +15,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,21 +88,31 @@ def prepare_split(
     limit = config.max_length
     decides = [LAYOUT, [s.digest for s in sources], tokenizer.sha256, limit, keep_all]
     folder = Path(cache_dir) / hashlib.sha256(json.dumps(decides).encode()).hexdigest()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.parent / "lock", "w") as lock:  # the system lets go of it if we are killed
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_whole(folder):
-                _write(folder, sources, tokenizer, limit, keep_all)
+    with own_cache(folder.parent):
+        if not _is_whole(folder):
+            _write(folder, sources, tokenizer, limit, keep_all)
         report = json.loads((folder / "report.json").read_bytes())
-    except OSError as error:
-        raise UserError(f"{cache_dir}: cannot keep the token ids here: {error.strerror}") from error
     for source, counts in zip(sources, report["sources"], strict=True):
         counts["name"] = source.name  # the same text may have been read under another name
     if not report["kept"]:
         raise UserError(_nothing_left(names, report["sources"]))
     corpus = open_split(cache_dir, folder.name, tokenizer)
     return corpus, {"digest": folder.name, **report}
+
+
+@contextlib.contextmanager
+def own_cache(folder: Path) -> Generator[None, None, None]:
+    """A context in which a cache is this process's alone; makes it where there is none.
+
+    Raises UserError where it, or what is put there, cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:  # the system lets go of it if we are killed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise UserError(f"{folder}: cannot keep the token ids here: {error.strerror}") from error
 
 
 def open_split(cache_dir: str | Path, digest: str, tokenizer: Tokenizer) -> EncodedCorpus:

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 from flaxformer_min.durable import naming, replace_file
@@ -90,16 +88,19 @@ class MetricsLog(QuietLog):
         schedule: optax.Schedule,
         pair_ids: Callable[[int], Iterable[int]],
     ):
+        # Imported while a thread compiles: it takes long, and where PyTorch is installed, longer.
+        from flaxformer_min.events import Events
+
         super().__init__(pair_ids)
         self._path = workdir / "metrics.jsonl"
         _drop_later_lines(self._path, at)
         self._file = self._path.open("a", encoding="utf-8")
-        self._events = _Events(workdir / "tensorboard", at.step)
+        self._events = Events(workdir / "tensorboard", at.step)
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=steps, initial=at.step, unit=" steps", disable=not self._terminal, smoothing=0.05
         )
-        self._schedule = schedule
+        self._schedule = jax.jit(schedule)
         self._over: float | None = None  # when the waiting step was, if that is known already
         self.restart_clock()
 
@@ -170,40 +171,6 @@ class MetricsLog(QuietLog):
         self._events.add(
             step, {n: v["score"] if isinstance(v, dict) else v for n, v in values.items()}
         )
-
-
-class _Events:
-    """A TensorBoard event file.
-
-    tensorboardX's SummaryWriter would write it from a thread, which a full disk kills without a
-    word and which then blocks whoever hands it an eleventh number.
-    """
-
-    def __init__(self, folder: Path, step: int):
-        """Hides the events after `step` that earlier files have."""
-        self._folder = folder
-        with naming(folder):
-            folder.mkdir(exist_ok=True)
-            self._writer = EventsWriter(str(folder / "events"), f".{step}")
-        start = SessionLog(status=SessionLog.START)
-        self._write(Event(step=step + 1, session_log=start))
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(Event(step=step, summary=Summary(value=scalars)))
-
-    def flush(self) -> None:
-        with naming(self._folder):
-            self._writer.flush()
-
-    def close(self) -> None:
-        with naming(self._folder):
-            self._writer.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        with naming(self._folder):
-            self._writer.write_event(event)
 
 
 def _writable(value: Any) -> bool:

@@ -16,16 +16,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from flaxformer_min import chips, hlo
 from flaxformer_min.batching import Batch, BatchPlan, Bucket
 from flaxformer_min.config import Config, DataConfig, ModelConfig
 from flaxformer_min.errors import UserError
 from flaxformer_min.schedule import make_optimizer
-from flaxformer_min.sharding import ROWS, abstract, check_mesh, make_mesh
+from flaxformer_min.sharding import abstract, abstract_rows, check_mesh, make_mesh
 from flaxformer_min.state import TrainState, count_parameters, split_model, state_shapes
 from flaxformer_min.step import make_train_step
 
@@ -200,11 +199,7 @@ def compile_step(
         accumulation=config.optimizer.accumulation,
         mesh=mesh,
     )
-    rows = NamedSharding(mesh, ROWS)
-    sides: Any = [
-        jax.ShapeDtypeStruct((bucket.rows, length), jnp.int32, sharding=rows)
-        for length in (bucket.source_length, bucket.target_length)
-    ]
+    sides: Any = abstract_rows(mesh, *bucket)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.jit(train_step, donate_argnums=0).lower(state, Batch(*sides), key).compile()
 

@@ -109,6 +109,12 @@ def place_rows(mesh: Mesh, batch: Any) -> Any:
     return jax.make_array_from_process_local_data(NamedSharding(mesh, ROWS), batch)
 
 
+def abstract_rows(mesh: Mesh, rows: int, *lengths: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of token ids [rows, length] for each length, as `place_rows` will place them."""
+    sharding = NamedSharding(mesh, ROWS)
+    return [jax.ShapeDtypeStruct((rows, n), np.int32, sharding=sharding) for n in lengths]
+
+
 def place_whole(mesh: Mesh, tree: Any) -> Any:
     """A tree of arrays that every process holds whole, sharded by RULES."""
 
@@ -148,7 +154,7 @@ def gathered(mesh: Mesh | None, params: Any) -> Any:
     Said outright, because XLA alone would rather move the activations of the whole batch.
     Gradients come back split as the parameters are.
     """
-    if mesh is None:
+    if mesh is None or mesh.size == 1:
         return params
     whole = shardings(mesh, params, without="fsdp")
     return jax.tree.map(_gathered, shardings(mesh, params), whole, params)

@@ -1,13 +1,14 @@
 """What training carries from step to step, and how it is born."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Key
 
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.model import Transformer
@@ -25,20 +26,30 @@ class TrainState(NamedTuple):
     skipped_in_a_row: Int[Array, ""]
 
 
-@functools.cache  # building the modules takes a good part of a start
 def split_model(config: ModelConfig, vocab_size: int) -> tuple[nnx.GraphDef, Params]:
     """The structure of a Transformer and its parameters as shapes, without allocating them."""
-    model = nnx.eval_shape(lambda: Transformer(config, vocab_size, rngs=nnx.Rngs(0)))
-    graphdef, params = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(params)
+    return jax.eval_shape(_drawing(config, vocab_size), jax.eval_shape(jax.random.key, 0))
 
 
 def init_state(
     config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
     """A fresh state: step 0, weights drawn from `seed`. Traceable, so it can be born sharded."""
-    model = Transformer(config, vocab_size, rngs=nnx.Rngs(seed))
-    return _newborn(nnx.to_pure_dict(nnx.split(model)[1]), optimizer)
+    _, params = _drawing(config, vocab_size)(jax.random.key(seed))
+    return _newborn(params, optimizer)
+
+
+@functools.cache  # building the modules takes a good part of a start: once, for shapes and weights
+def _drawing(
+    config: ModelConfig, vocab_size: int
+) -> Callable[[Key[Array, ""]], tuple[nnx.GraphDef, Params]]:
+    """The jitted function of a key that draws a Transformer's weights."""
+
+    def draw(key):
+        graphdef, params = nnx.split(Transformer(config, vocab_size, rngs=nnx.Rngs(key)))
+        return graphdef, nnx.to_pure_dict(params)
+
+    return jax.jit(draw)
 
 
 def _newborn(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

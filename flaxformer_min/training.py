@@ -4,8 +4,9 @@ import contextlib
 import functools
 import sys
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from flaxformer_min.profiler import Profiler
 from flaxformer_min.schedule import make_optimizer, make_schedule
 from flaxformer_min.sharding import (
     abstract,
+    abstract_rows,
     check_mesh,
     make_mesh,
     place_rows,
@@ -64,6 +66,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
                 _say(f"{workdir} is finished, {_end(at, config)}; nothing to do")
                 return 0
             trainer = Trainer(config, mesh, data)
+            compiling = trainer.compile_ahead(at.step)  # while the state is made or read
             state = trainer.saved_state(checkpoints, at.step) if at.step else trainer.fresh_state()
             checkpoints.require_space(trainer.shapes)
             if is_first():
@@ -75,6 +78,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
                 profiler = Profiler(workdir, at.step, config.train.steps, traced)
                 stack.callback(profiler.stop)
                 stop.defer()
+                compiling.result()
                 at = trainer.loop(state, at, Run(checkpoints, log, profiler, AgreedStop(stop)))
         if at.over(config.train):
             _say(f"{workdir} is finished, {_end(at, config)}")
@@ -118,9 +122,24 @@ class Trainer:
             accumulation=config.optimizer.accumulation,
             mesh=mesh,
         )
-        self._train_step = compiled_together(jax.jit(train_step, donate_argnums=0))
+        self._program = jax.jit(train_step, donate_argnums=0)
+        self._train_step = compiled_together(self._program)
         self._root_key = jax.random.key(config.train.seed)
         self.shapes = state_shapes(config.model, data.tokenizer.vocab_size, self.optimizer)
+
+    def compile_ahead(self, step: int) -> Future[None]:
+        """Begins to compile, in a thread, what the batch after `step` steps needs."""
+        bucket, _ = self.data.plan.batch_ids(step)
+        batch: Any = abstract_rows(self.mesh, *self.data.plan.buckets[bucket])
+        state = abstract(self.mesh, self.shapes)
+
+        def compile_it() -> None:
+            self._program.lower(state, Batch(*batch), self._root_key).compile()
+
+        thread = ThreadPoolExecutor(1)
+        compiling = thread.submit(compile_it)
+        thread.shutdown(wait=False)
+        return compiling
 
     def fresh_state(self) -> TrainState:
         """The state before step 1, born sharded; the weights are `train.initialize_from`'s."""

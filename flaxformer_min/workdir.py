@@ -1,28 +1,31 @@
 """What a run finds in its workdir or puts there before step 1: config, tokenizer, corpora."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import sentencepiece
 
 from flaxformer_min.batching import BatchPlan
 from flaxformer_min.checkpoint import FOLDER, load_for_inference
 from flaxformer_min.config import Config, check_resume, config_from_json, config_to_json
-from flaxformer_min.corpus import EncodedCorpus, open_split, prepare_split
+from flaxformer_min.corpus import EncodedCorpus, open_split, own_cache, prepare_split
 from flaxformer_min.distributed import first_alone, from_first, is_first
 from flaxformer_min.durable import replace_file
 from flaxformer_min.errors import UserError
-from flaxformer_min.parallel import read_pairs
+from flaxformer_min.parallel import PairSource, open_sources
 from flaxformer_min.retention import counted_steps
 from flaxformer_min.tokenizer import Tokenizer, prepare_tokenizer
 
-CONFIG, TOKENIZER, CORPUS = "config.json", "tokenizer.model", "corpus.json"
+CONFIG, TOKENIZER, CORPUS, CACHE = "config.json", "tokenizer.model", "corpus.json", "corpus"
+DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 class Data(NamedTuple):
@@ -95,7 +98,7 @@ def prepare_data(config: Config, workdir: Path) -> Data:
     """
     before = _digests(workdir) if _resumes(workdir) else {}
     tokenizer = _tokenizer(config, workdir, before.get("tokenizer"))
-    cache = workdir / "corpus"
+    cache = workdir / CACHE
     train, train_report = prepare_split(config.data, config.data.train, tokenizer, cache)
     if before and before["train"] != train_report["digest"]:
         raise UserError(f"data.train: {workdir} was trained on other text; use a new --workdir")
@@ -129,7 +132,7 @@ def open_data(config: Config, workdir: Path, digests: Mapping[str, str]) -> Data
     try:
         tokenizer = Tokenizer.load(workdir / TOKENIZER)
         train, validation = (
-            open_split(workdir / "corpus", digests[split], tokenizer)
+            open_split(workdir / CACHE, digests[split], tokenizer)
             for split in ("train", "validation")
         )
     except (OSError, UserError) as error:
@@ -183,7 +186,7 @@ def _tokenizer(config: Config, workdir: Path, sha256: str | None) -> Tokenizer:
         _refuse_another(tokenizer, config, str(workdir))
         return tokenizer
     if start_from is None:
-        tokenizer = prepare_tokenizer(config.data, _lines(config))
+        tokenizer = _from_text(config, workdir / CACHE)
     else:  # the weights know no other
         tokenizer = load_for_inference(start_from).tokenizer
         _refuse_another(tokenizer, config, f"{start_from} (train.initialize_from)")
@@ -203,9 +206,32 @@ def _refuse_another(tokenizer: Tokenizer, config: Config, owner: str) -> None:
         raise UserError(f"data.tokenizer is another than that of {owner}; leave it out")
 
 
-def _lines(config: Config) -> Iterator[str]:
-    """Every training line of both languages."""
+def _from_text(config: Config, cache: Path) -> Tokenizer:
+    """The config's tokenizer: its file's, or one trained on its text, where no earlier start did.
+
+    What is kept of an earlier start is the model and its digest.
+    """
+    if config.data.tokenizer:
+        return prepare_tokenizer(config.data, ())
+    sources = open_sources(config.data, config.data.train)
+    texts, asked = [source.digest for source in sources], dataclasses.asdict(config.data)
+    decides = json.dumps([sentencepiece.__version__, texts, asked])
+    path = cache / f"{hashlib.sha256(decides.encode()).hexdigest()}.tokenizer"
+    with own_cache(cache):
+        kept = path.read_bytes() if path.is_file() else b""
+        model, digest = kept[:-DIGEST_SIZE], kept[-DIGEST_SIZE:]
+        if hashlib.sha256(model).digest() == digest:
+            return Tokenizer(model)
+        tokenizer = prepare_tokenizer(config.data, _lines(sources))
+        model = tokenizer.model_bytes
+        replace_file(path, model + hashlib.sha256(model).digest())
+        return tokenizer
+
+
+def _lines(sources: Sequence[PairSource]) -> Iterator[str]:
+    """Every line of both languages."""
     if sys.stderr.isatty():
         print("training the tokenizer ...", file=sys.stderr)
-    for pair in read_pairs(config.data, config.data.train):
-        yield from pair
+    for source in sources:
+        for pair in source.pairs():
+            yield from pair

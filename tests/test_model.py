@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_transformer as reference
+import optax
 import pytest
 from flax import nnx
 from test_loss import equations
 
+from flaxformer_min import state
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout
 from flaxformer_min.masks import causal_mask, padding_mask
 from flaxformer_min.model import Transformer
 from flaxformer_min.positions import sinusoidal_positions
-from flaxformer_min.state import count_parameters, split_model
+from flaxformer_min.state import count_parameters, init_state, split_model
 
 CONFIG = ModelConfig(
     num_layers=2, d_model=26, d_ff=19, num_heads=2, d_k=7, d_v=17, max_length=29, dropout=0.1
@@ -496,3 +498,19 @@ def test_a_base_layer_has_twice_as_many_weights_in_the_network_as_in_attention()
     layer = params["encoder"][0]
     assert count_parameters(layer["self_attention"]) == 4 * 512 * 512  # 1.05 M, no biases
     assert count_parameters(layer["feed_forward"]) == 2 * 512 * 2048 + 2048 + 512  # 2.1 M
+
+
+def test_shapes_and_weights_come_from_modules_that_were_built_once(monkeypatch):
+    built = []
+
+    def counted(*arguments, **names):
+        built.append(arguments)
+        return Transformer(*arguments, **names)
+
+    monkeypatch.setattr(state, "Transformer", counted)
+    config = dataclasses.replace(CONFIG, d_ff=29)  # which no other test has
+    _, shapes = split_model(config, VOCAB_SIZE)
+    for seed in (5, 7):
+        params = jax.jit(lambda s=seed: init_state(config, VOCAB_SIZE, optax.sgd(1.0), s))().params
+        assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
+    assert len(built) == 1

@@ -197,6 +197,30 @@ def advanced(trainer: Trainer, state: TrainState, start: int, end: int) -> Train
     return state
 
 
+def test_the_first_step_finds_its_program_compiled_ahead(tiny, tmp_path, caplog):
+    trainer = prepared(tiny, tmp_path)
+    state = trainer.fresh_state()
+    jax.config.update("jax_log_compiles", True)  # in all threads, which the context would not
+    try:
+        trainer.compile_ahead(3).result()
+        assert caplog.text.count("Compiling jit(train_step)") == 1
+        with contextlib.closing(trainer.batches(3)) as batches:
+            trainer.step(state, next(batches))
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert caplog.text.count("Compiling jit(train_step)") == 1
+
+
+def test_what_keeps_a_program_from_being_compiled_ahead_ends_the_run(tiny, tmp_path, monkeypatch):
+    def failing(*_, **__):
+        raise MemoryError("no room for the program")
+
+    monkeypatch.setattr(flaxformer_min.step, "loss_sums", failing)
+    with pytest.raises(MemoryError, match="no room for the program"):
+        training.run(tiny, tmp_path)
+    assert not losses(tmp_path)
+
+
 @pytest.mark.parametrize(("accumulation", "shapes"), [(1, 1), (4, 2)])
 def test_a_state_restored_at_any_step_of_three_epochs_ends_with_the_same_bits(
     tiny, tmp_path, accumulation, shapes

@@ -10,6 +10,7 @@ from tiny_config import changed
 
 from flaxformer_min import training, workdir
 from flaxformer_min.errors import UserError
+from flaxformer_min.tokenizer import prepare_tokenizer
 from flaxformer_min.workdir import claim, hold, prepare_data, write_config
 
 ROOT = Path(__file__).parent.parent
@@ -137,6 +138,37 @@ def test_a_start_killed_before_its_tokenizer_was_written_does_not_bind_the_next(
     with hold(tmp_path):
         claim(tmp_path, smaller)
         assert prepare_data(smaller, tmp_path).tokenizer.vocab_size == 285
+
+
+def test_a_tokenizer_is_trained_once_for_a_text_and_a_config(tiny, tmp_path, monkeypatch):
+    trained = []
+
+    def counted(config, lines):
+        trained.append(config.vocab_size)
+        return prepare_tokenizer(config, lines)
+
+    def start(**data):
+        config = changed(tiny, "data", **data)
+        with hold(run):
+            claim(run, config)
+            return prepare_data(config, run).tokenizer.sha256
+
+    monkeypatch.setattr(workdir, "prepare_tokenizer", counted)
+    run = tmp_path / "run"
+    first = start()
+    assert start() == first and trained == [290]
+    (kept,) = (run / "corpus").glob("*.tokenizer")
+    for damaged in (kept.read_bytes()[:-1], b"X" + kept.read_bytes()[1:], b""):
+        kept.write_bytes(damaged)
+        assert start() == first
+    assert trained == [290] * 4
+    other = start(vocab_size=285)
+    assert other != first and trained == [290] * 4 + [285]
+    for name in ("train.en", "train.de"):  # other text in files of other names
+        text = (Path(tiny.data.dir) / name).read_bytes()
+        (Path(tiny.data.dir) / f"more.{name}").write_bytes(text + b"x\n")
+    assert start(train=("more.train.en", "more.train.de")) != first
+    assert start() == first and len(trained) == 6
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tokenizer.model"])
