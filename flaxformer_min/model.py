@@ -228,6 +228,8 @@ def through(
     if config.scan_layers:
         stack = lambda *leaves: jnp.stack(leaves)  # noqa: E731
         return jax.lax.scan(one, x, jax.tree.map(stack, *zip(weights, keys, strict=True)))[0]
+    if isinstance(x, jax.core.Tracer):
+        one = jax.jit(one)  # traced once, not for every layer; without tracing it would compile
     for part in zip(weights, keys, strict=True):
         x, _ = one(x, part)
     return x

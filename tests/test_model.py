@@ -20,7 +20,7 @@ from flaxformer_min import state
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout
 from flaxformer_min.masks import causal_mask, padding_mask
-from flaxformer_min.model import Transformer
+from flaxformer_min.model import Transformer, through
 from flaxformer_min.positions import sinusoidal_positions
 from flaxformer_min.state import count_parameters, init_state, split_model
 
@@ -498,6 +498,20 @@ def test_a_base_layer_has_twice_as_many_weights_in_the_network_as_in_attention()
     layer = params["encoder"][0]
     assert count_parameters(layer["self_attention"]) == 4 * 512 * 512  # 1.05 M, no biases
     assert count_parameters(layer["feed_forward"]) == 2 * 512 * 2048 + 2048 + 512  # 2.1 M
+
+
+@pytest.mark.parametrize("knobs", [{}, {"remat": True}, {"scan_layers": True}])
+def test_layers_that_are_alike_are_traced_once(knobs):
+    config = dataclasses.replace(CONFIG, num_layers=3, **knobs)
+    model, seen = build(config, random_params(config)), []
+
+    def run(layer, x, key):
+        seen.append(layer)
+        return layer(x, jnp.ones((1, 1, 1, SOURCE_LENGTH), bool), key)
+
+    x = jnp.ones((2, SOURCE_LENGTH, config.d_model))
+    jax.jit(lambda x: through(model.encoder, run, x, [None] * 3, config))(x)
+    assert len(seen) == 1
 
 
 def test_shapes_and_weights_come_from_modules_that_were_built_once(monkeypatch):
