@@ -66,9 +66,9 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
                 _say(f"{workdir} is finished, {_end(at, config)}; nothing to do")
                 return 0
             trainer = Trainer(config, mesh, data)
+            checkpoints.require_space(trainer.shapes)
             compiling = trainer.compile_ahead(at.step)  # while the state is made or read
             state = trainer.saved_state(checkpoints, at.step) if at.step else trainer.fresh_state()
-            checkpoints.require_space(trainer.shapes)
             if is_first():
                 write_config(workdir, config)
             with contextlib.ExitStack() as stack:
