@@ -88,7 +88,7 @@ class MetricsLog(QuietLog):
         schedule: optax.Schedule,
         pair_ids: Callable[[int], Iterable[int]],
     ):
-        # Imported while a thread compiles: it takes long, and where PyTorch is installed, longer.
+        # Here, while a thread compiles: where PyTorch is installed, this import takes a second.
         from flaxformer_min.events import Events
 
         super().__init__(pair_ids)

@@ -229,7 +229,7 @@ def through(
         stack = lambda *leaves: jnp.stack(leaves)  # noqa: E731
         return jax.lax.scan(one, x, jax.tree.map(stack, *zip(weights, keys, strict=True)))[0]
     if isinstance(x, jax.core.Tracer):
-        one = jax.jit(one)  # traced once, not for every layer; without tracing it would compile
+        one = jax.jit(one)  # traced once, not for every layer; eagerly each call would compile it
     for part in zip(weights, keys, strict=True):
         x, _ = one(x, part)
     return x
