@@ -73,7 +73,7 @@ def marian(translator: Translator, threads: int) -> Program:
         for places in _by_length(sources, size):
             chosen = [sources[place] for place in places]
             width = max(map(len, chosen))
-            batch = padded(chosen, len(chosen), width, tokenizer.pad_id).astype(np.int64)
+            batch = padded(chosen, width, tokenizer.pad_id).astype(np.int64)
             generated = model.generate(
                 torch.from_numpy(batch),
                 attention_mask=torch.from_numpy(batch != tokenizer.pad_id),
@@ -290,10 +290,13 @@ def _score(
 ) -> list[np.ndarray]:
     """The log-probabilities of each target's tokens, in batches of one shape."""
     found = [np.empty(0)] * len(sources)
-    shape = SCORED_AT_ONCE, max(map(len, [*sources, *targets]), default=0)
+    width = max(map(len, [*sources, *targets]), default=0)
     for places in _by_length(sources, SCORED_AT_ONCE):
+        fillers: list[Ids] = [[]] * (SCORED_AT_ONCE - len(places))
         sides = (
-            padded([side[place] for place in places], *shape, tokenizer.pad_id).astype(np.int64)
+            padded([*(side[place] for place in places), *fillers], width, tokenizer.pad_id).astype(
+                np.int64
+            )
             for side in (sources, targets)
         )
         for place, row in zip(places, np.asarray(log_probs(*sides)), strict=False):

@@ -1,5 +1,9 @@
 """Scaled dot-product attention (paper, section 3.2.1) as pure functions."""
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
@@ -47,6 +51,66 @@ def attend(
     weights = masked_softmax(scores / query.shape[-1] ** 0.5, mask)
     read = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
     return jnp.einsum("BHTS,BHSU->BHTU", read, value, precision="highest"), weights
+
+
+class Block(NamedTuple):
+    """Keys and values of some positions, which are read if any query needs them."""
+
+    keys: Float[Array, "B H K S"]  # a column for each, as products like to read them
+    values: Float[Array, "B H S U"]
+    mask: Bool[Array, "#B #H #T S"]  # all False where not needed
+    needed: Bool[Array, ""]
+
+
+class _Reading(NamedTuple):
+    """Softmax and product under way: weights so far are exp(score - largest), not normalised."""
+
+    largest: Float[Array, "B H T 1"]
+    total: Float[Array, "B H T 1"]
+    context: Float[Array, "B H T U"]
+
+
+def attend_blocks(
+    query: Float[Array, "B H T K"], blocks: Sequence[Block]
+) -> Float[Array, "B H T U"]:
+    """`scaled_dot_product_attention` to the keys of all blocks; those not needed cost nothing.
+
+    One block is read after the other, the first one always. To a query that a block's mask keeps
+    from all of it, reading it changes no bit.
+    """
+    first, *rest = blocks
+    shape = *query.shape[:3], 1
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    nothing = _Reading(
+        jnp.full(shape, jnp.finfo(wide).min, wide),
+        jnp.zeros(shape, wide),
+        jnp.zeros((*query.shape[:3], first.values.shape[3]), wide),
+    )
+    reading = _read(nothing, query, first)
+    for block in rest:
+        read = functools.partial(_read, query=query, block=block)
+        reading = jax.lax.cond(block.needed, read, lambda reading: reading, reading)
+    context = reading.context / jnp.where(reading.total > 0, reading.total, 1)
+    return context.astype(first.values.dtype)
+
+
+def _read(reading: _Reading, query: Float[Array, "B H T K"], block: Block) -> _Reading:
+    """One block further. Scores and sums are at least float32 whatever the inputs are."""
+    product = functools.partial(
+        jnp.einsum, precision="highest", preferred_element_type=reading.total.dtype
+    )
+    scores = product("BHTK,BHKS->BHTS", query, block.keys) / query.shape[-1] ** 0.5
+    lowest = jnp.finfo(scores.dtype).min
+    here = jnp.where(block.mask, scores, lowest).max(axis=-1, keepdims=True)
+    largest = jnp.maximum(reading.largest, here)
+    weights = jnp.where(block.mask, jnp.exp(scores - largest), 0)
+    kept = jnp.exp(reading.largest - largest)  # 1 where nothing here is larger
+    return _Reading(
+        largest,
+        reading.total * kept + weights.sum(axis=-1, keepdims=True),
+        reading.context * kept
+        + product("BHTS,BHSU->BHTU", weights.astype(block.values.dtype), block.values),
+    )
 
 
 def cudnn_attention(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from flaxformer_min.attention import attend, cudnn_attention
+from flaxformer_min.attention import Block, attend, attend_blocks, cudnn_attention
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout, split
 
@@ -26,7 +26,7 @@ class KeysValues(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """One layer's self-attention past, of all M hypotheses of each sentence, position by position.
+    """One layer's self-attention past: some positions of all M hypotheses of each sentence.
 
     keys [B, H, K, L x M] and values [B, H, L x M, U]; what place m of position l holds is at
     l x M + m. It is written once and never moves: when hypotheses change places, only the mask
@@ -36,25 +36,28 @@ class Cache(NamedTuple):
     keys: Float[Array, "B H K LM"]
     values: Float[Array, "B H LM U"]
 
-    def written(self, new: KeysValues, at: Int[Array, ""]) -> "Cache":
-        """With the keys and values of one position, [B, H, M, K or U], put at `at`."""
+    def written(self, new: KeysValues, index: Int[Array, " B"]) -> "Cache":
+        """With the keys and values, [B, H, M, K or U], of position index[b] if that lies here."""
         keys = new.keys.swapaxes(2, 3).astype(self.keys.dtype)
         values = new.values.astype(self.values.dtype)
-        return Cache(
-            jax.lax.dynamic_update_slice_in_dim(self.keys, keys, at, axis=3),
-            jax.lax.dynamic_update_slice_in_dim(self.values, values, at, axis=2),
-        )
-
-    def grown(self, size: int) -> "Cache":
-        """With room for `size` = L x M tokens."""
-        return Cache(extended(self.keys, 3, size), extended(self.values, 2, size))
+        places = index * new.keys.shape[2]
+        return Cache(put(self.keys, keys, places, 3), put(self.values, values, places, 2))
 
 
-def extended(x: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..."]:
-    """x with zeros behind it up to `size` along `axis`."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
+def put(
+    x: Shaped[Array, "B ..."], new: Shaped[Array, "B ..."], places: Int[Array, " B"], axis: int
+) -> Shaped[Array, "B ..."]:
+    """x with new[b] from places[b] on along `axis`; without it where that is outside of x."""
+    window = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(x.ndim - 1)),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=(axis - 1,),
+    )
+
+    def put_row(x, new, place):
+        return jax.lax.scatter(x, place[None], new, window, mode="drop")
+
+    return jax.vmap(put_row)(x, new, places)
 
 
 def dense(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
@@ -165,18 +168,28 @@ class MultiHeadAttention(nnx.Module):
     def step(
         self,
         x: Float[Array, "B M D"],
-        cache: Cache,
-        ancestors: Bool[Array, "B 1 M LM"],
-        index: Int[Array, ""],
-    ) -> tuple[Float[Array, "B M D"], Cache]:
-        """Self-attention of one new token per hypothesis, at position `index`, on its cached past.
+        past: list[Cache],
+        ancestors: Bool[Array, "B M L M"],
+        index: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B M D"], list[Cache]]:
+        """Self-attention of one new token per hypothesis, at position index[b], on its cached past.
 
         The M hypotheses of a sentence are M queries on one cache; `ancestors` says which of its
-        places each of them may read.
+        places each of them may read. `past` holds the positions in blocks; those that no sentence
+        has come to are not read.
         """
-        cache = cache.written(self.keys_values(x), index * x.shape[1])
-        past = KeysValues(cache.keys.swapaxes(2, 3), cache.values)
-        return self(x, past, ancestors), cache
+        batch, hypotheses, _ = x.shape
+        new, furthest = self.keys_values(x), jnp.max(index)
+        written, blocks, first = [], [], 0
+        for cache in past:
+            end = first + cache.keys.shape[3] // hypotheses
+            mask = ancestors[:, None, :, first:end].reshape(batch, 1, hypotheses, -1)
+            cache = cache.written(new, index - first)
+            blocks.append(Block(cache.keys, cache.values, mask, furthest >= first))
+            written.append(cache)
+            first = end
+        context = attend_blocks(self.heads(x, self.query[...]), blocks)
+        return self.merge(context), written
 
 
 class FeedForward(nnx.Module):
@@ -243,18 +256,18 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B M D"],
         memory: KeysValues,
         source_mask: SourceMask,
-        cache: Cache,
-        ancestors: Bool[Array, "B 1 M LM"],
-        index: Int[Array, ""],
-    ) -> tuple[Float[Array, "B M D"], Cache]:
-        """The layer for one new token of each of M hypotheses: [B, M, D] and the new cache.
+        past: list[Cache],
+        ancestors: Bool[Array, "B M L M"],
+        index: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B M D"], list[Cache]]:
+        """The layer for one new token of each of M hypotheses: [B, M, D] and its new past.
 
         Cross-attention takes the M hypotheses of a sentence as M queries, so its keys and values
         are held once per sentence.
         """
-        attended, cache = self.self_attention.step(x, cache, ancestors, index)
+        attended, past = self.self_attention.step(x, past, ancestors, index)
         x = self.self_attention_residual(x, attended, None)
-        return self._after_self_attention(x, memory, source_mask, None), cache
+        return self._after_self_attention(x, memory, source_mask, None), past
 
     def _after_self_attention(
         self, x: Float[Array, "B T D"], memory: KeysValues, source_mask: SourceMask, key: MaybeKey

@@ -1,11 +1,10 @@
 """What a hypothesis may go on with. Masks are boolean, True = allowed, and combine with `&`.
 
 A search asks which tokens may come next, [B, M, V], after its tokens so far, [B, M, L], BOS first;
-`index` is how many follow BOS. What is not allowed loses its probability without renormalisation,
-so scores stay the model's.
+`index` [B] is how many follow BOS. What is not allowed loses its probability without
+renormalisation, so scores stay the model's.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -17,14 +16,14 @@ def all_but(ids: tuple[int, ...], vocab_size: int) -> Bool[Array, "1 1 V"]:
 
 
 def long_enough(
-    index: Int[Array, ""], min_length: int | Int[Array, ""], eos_id: int, vocab_size: int
-) -> Bool[Array, "1 1 V"]:
+    index: Int[Array, " B"], min_length: int | Int[Array, ""], eos_id: int, vocab_size: int
+) -> Bool[Array, "B 1 V"]:
     """EOS only as token number min_length or later, counted from 1."""
-    return all_but((eos_id,), vocab_size) | (index + 1 >= min_length)
+    return all_but((eos_id,), vocab_size) | (index + 1 >= min_length)[:, None, None]
 
 
 def no_repeated_ngram(
-    tokens: Int[Array, "B M L"], index: Int[Array, ""], size: int, vocab_size: int
+    tokens: Int[Array, "B M L"], index: Int[Array, " B"], size: int, vocab_size: int
 ) -> Bool[Array, "B M V"]:
     """No token that would make `size` tokens in a row that the hypothesis has already (BOS apart).
 
@@ -34,12 +33,13 @@ def no_repeated_ngram(
     batch, hypotheses, length = tokens.shape
     if size >= length:
         return jnp.ones((batch, hypotheses, vocab_size), bool)
-    last = jax.lax.dynamic_slice_in_dim(tokens, index - size + 2, size - 1, axis=2)
+    places = jnp.maximum(index[:, None] + np.arange(2 - size, 1)[None, :], 0)
+    last = jnp.take_along_axis(tokens, places[:, None, :], axis=2)
     firsts = np.arange(1, length - size + 1)  # where an earlier n-gram can begin
     earlier = tokens[:, :, firsts[:, None] + np.arange(size - 1)[None, :]]
     same = jnp.all(earlier == last[:, :, None, :], axis=3)
     ends = firsts + size - 1
-    repeats = same & (ends <= index)[None, None, :]
+    repeats = same & (ends[None, :] <= index[:, None])[:, None, :]
     forbidden = jnp.zeros((batch, hypotheses, vocab_size), bool)
     b, m = np.ogrid[:batch, :hypotheses]
     return ~forbidden.at[b[..., None], m[..., None], tokens[:, :, ends]].max(repeats)
@@ -48,7 +48,7 @@ def no_repeated_ngram(
 def beginning(
     allowed: Bool[Array, "#B #M V"],
     prefixes: Int[Array, "B P"],
-    index: Int[Array, ""],
+    index: Int[Array, " B"],
     pad_id: int,
 ) -> Bool[Array, "B #M V"]:
     """The prefix's token number `index` alone, whatever else is allowed; `allowed` behind its end.
@@ -56,7 +56,7 @@ def beginning(
     Prefixes are padded; a sentence without one is all padding.
     """
     at = jnp.minimum(index, prefixes.shape[1] - 1)
-    token = jax.lax.dynamic_index_in_dim(prefixes, at, axis=1)
-    forced = (token != pad_id) & (index < prefixes.shape[1])
+    token = jnp.take_along_axis(prefixes, at[:, None], axis=1)
+    forced = (token != pad_id) & (index < prefixes.shape[1])[:, None]
     only = jnp.arange(allowed.shape[-1])[None, :] == token
     return jnp.where(forced[:, None, :], only[:, None, :], allowed)

@@ -18,12 +18,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.attention_weights import AttentionWeights, attention_weights
+from flaxformer_min.blocks import KeysValues
 from flaxformer_min.constraints import all_but, beginning, long_enough, no_repeated_ngram
 from flaxformer_min.masks import padding_mask
 from flaxformer_min.model import Transformer
 from flaxformer_min.options import Settled
 from flaxformer_min.sampling import sample
 from flaxformer_min.search import Allowed, Hypotheses, StepFn, beam_search
+from flaxformer_min.shapes import rows_of
 from flaxformer_min.state import Params
 from flaxformer_min.step import forced_states
 from flaxformer_min.tokenizer import Tokenizer
@@ -36,7 +38,16 @@ class Rows(NamedTuple):
 
     source: Int[Array, "B S"]
     prefixes: Int[Array, "B P"] | None  # forced beginnings
-    draws: UInt[Array, " B"]  # what the row's random draws follow from, beside the seed
+    # What random draws follow from, beside the seed: the sentence, and which draw of it this is.
+    draws: UInt[Array, "B 2"]
+
+
+class Ready(NamedTuple):
+    """Rows that are encoded, and what each layer of each decoder reads of them."""
+
+    rows: Rows
+    mask: Bool[Array, "B 1 1 S"]
+    memories: list[list[KeysValues]]
 
 
 def on_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -68,24 +79,25 @@ def search_batch(
 
     They have at most source (or prefix) length + offset tokens, and at most `longest`.
     """
-    if options.sample:  # each draw is a sentence of its own
-        rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, options.n_best, axis=0), rows)
+    if options.sample:
+        rows = _repeated(rows, options.n_best)
+    width = rows.source.shape[1]
+    length, at_once = min(width + options.max_length_offset, longest), rows_of(width)
     models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
-    length = min(rows.source.shape[1] + options.max_length_offset, longest)
-    step_fn = mean_step(models, rows.source, tokenizer.pad_id)
-    caches = [model.init_cache(len(rows.source), options.beam_size, 0) for model in models]
     search = functools.partial(
         sample if options.sample else beam_search,
-        step_fn,
-        caches,
+        mean_step(models),
+        [model.init_cache(at_once, options.beam_size, length) for model in models],
+        rows,
+        rows=at_once,
+        prepare=functools.partial(encoded, models, tokenizer.pad_id),
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         max_lengths=_limits(rows, options, longest, tokenizer.pad_id),
         length=length,
         length_penalty_alpha=options.length_penalty_alpha,
-        allowed=constraint(tokenizer, rows.prefixes, options),
-        grow=lambda caches, length: [cache.grown(length) for cache in caches],
+        allowed=constraint(tokenizer, options),
     )
     if not options.sample:
         return search(
@@ -94,24 +106,26 @@ def search_batch(
             move=lambda caches, parents: [cache.moved(parents) for cache in caches],
         )
     narrowing = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    found = search(keys=_keys(rows.draws, options), **narrowing)
+    found = search(keys=functools.partial(_keys, options.seed), **narrowing)
     found = jax.tree.map(lambda leaf: leaf.reshape(-1, options.n_best, *leaf.shape[2:]), found)
     order = jnp.lexsort((-found.scores, ~found.finished), axis=1)
     return jax.vmap(lambda drawn, best: jax.tree.map(lambda leaf: leaf[best], drawn))(found, order)
 
 
-def mean_step(models: Sequence[Transformer], source: Int[Array, "B S"], pad_id: int) -> StepFn:
-    """The step function of an ensemble; its cache is a list of theirs.
+def encoded(models: Sequence[Transformer], pad_id: int, rows: Rows) -> Ready:
+    """The rows with their source encoded by each model."""
+    mask = padding_mask(rows.source, pad_id)
+    memories = [model.memory_keys_values(model.encode(rows.source, mask)) for model in models]
+    return Ready(rows, mask, memories)
 
-    The encoders and the decoders' keys and values of the memory are computed here, once.
-    """
-    mask = padding_mask(source, pad_id)
-    memories = [model.memory_keys_values(model.encode(source, mask)) for model in models]
 
-    def step_fn(tokens, caches, index):
+def mean_step(models: Sequence[Transformer]) -> StepFn:
+    """The step function of an ensemble on `Ready` rows; its cache is a list of theirs."""
+
+    def step_fn(tokens, caches, index, ready):
         steps = [
-            model.decode_step(tokens, index, cache, memory, mask)
-            for model, cache, memory in zip(models, caches, memories, strict=True)
+            model.decode_step(tokens, index, cache, memory, ready.mask)
+            for model, cache, memory in zip(models, caches, ready.memories, strict=True)
         ]
         log_probs = mean_probability([_log_softmax(logits) for logits, _ in steps])
         return log_probs, [cache for _, cache in steps]
@@ -131,19 +145,20 @@ def mean_probability(log_probs: Sequence[Float[Array, "*shape"]]) -> Float[Array
     return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
 
 
-def constraint(
-    tokenizer: Tokenizer, prefixes: Int[Array, "B P"] | None, options: Settled
-) -> Allowed:
-    """What the options allow a hypothesis to go on with; a prefix comes before all of it."""
+def constraint(tokenizer: Tokenizer, options: Settled) -> Allowed:
+    """What the options allow a hypothesis to go on with; a row's prefix comes before all of it."""
     vocab_size, pad_id = tokenizer.vocab_size, tokenizer.pad_id
     own = () if options.forbid_unknown else (tokenizer.unk_id,)
     never = tuple(i for i in tokenizer.never_generated if i not in own)
 
-    def allowed(tokens: Int[Array, "B M L"], index: Int[Array, ""]) -> Bool[Array, "#B #M V"]:
+    def allowed(
+        tokens: Int[Array, "B M L"], index: Int[Array, " B"], ready: Ready
+    ) -> Bool[Array, "B #M V"]:
         mask = all_but(never, vocab_size)
         mask &= long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
         if size := options.no_repeat_ngram_size:
             mask &= no_repeated_ngram(tokens, index, size, vocab_size)
+        prefixes = ready.rows.prefixes
         return mask if prefixes is None else beginning(mask, prefixes, index, pad_id)
 
     return allowed
@@ -183,7 +198,7 @@ def weigh_batch(
 
 
 def _limits(rows: Rows, options: Settled, longest: int, pad_id: int) -> Int[Array, " B"]:
-    """The length limit of each row; filler rows have 0 and are done at once."""
+    """The length limit of each row; filler rows have 0 and never begin."""
     sizes = jnp.sum(rows.source != pad_id, axis=1)
     room = sizes
     if rows.prefixes is not None:  # a long one, and EOS
@@ -191,8 +206,17 @@ def _limits(rows: Rows, options: Settled, longest: int, pad_id: int) -> Int[Arra
     return jnp.where(sizes > 0, jnp.minimum(room + options.max_length_offset, longest), 0)
 
 
-def _keys(draws: UInt[Array, " N"], options: Settled) -> Key[Array, " N"]:
+def _repeated(rows: Rows, count: int) -> Rows:
+    """Each row `count` times, numbered: every draw is a sentence of its own."""
+    rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), rows)
+    numbers = jnp.arange(len(rows.draws), dtype=rows.draws.dtype) % count
+    return rows._replace(draws=rows.draws.at[:, 1].set(numbers))
+
+
+def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:
     """A key for each draw of each sentence: from the seed, the sentence, and which draw it is."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(options.seed), draws)
-    numbers = jnp.arange(len(draws)) % options.n_best
-    return jax.vmap(jax.random.fold_in)(keys, numbers)
+
+    def key(draw: UInt[Array, "2"]) -> Key[Array, ""]:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draw[0]), draw[1])
+
+    return jax.vmap(key)(ready.rows.draws)

@@ -20,30 +20,28 @@ from flaxformer_min.blocks import (
     MaybeKey,
     SourceMask,
     TargetMask,
-    extended,
     project,
+    put,
 )
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout, split
 from flaxformer_min.positions import sinusoidal_positions
+
+# A decoding cache comes in blocks of positions, each read as a whole or not at all. A block has so
+# many, or a quarter of all before it if that is more; the last one has the rest.
+FIRST_BLOCK = 16
 
 
 class DecodingCache(NamedTuple):
     """What hypotheses have read so far; ancestors[b, m, l, n]: m descends from what n was at l."""
 
     ancestors: Bool[Array, "B M L M"]
-    layers: list[Cache]
+    layers: list[list[Cache]]  # of each layer, one for each block of positions
 
     def moved(self, parents: Int[Array, "B M"]) -> "DecodingCache":
         """After hypothesis m has become a child of hypothesis parents[b, m]."""
         ancestors = jnp.take_along_axis(self.ancestors, parents[:, :, None, None], axis=1)
         return self._replace(ancestors=ancestors)
-
-    def grown(self, length: int) -> "DecodingCache":
-        """With room for `length` positions."""
-        size = length * self.ancestors.shape[1]
-        layers = [layer.grown(size) for layer in self.layers]
-        return DecodingCache(extended(self.ancestors, 2, length), layers)
 
 
 class Transformer(nnx.Module):
@@ -128,13 +126,15 @@ class Transformer(nnx.Module):
         return (self.output_embedding if share == "none" else self.embedding)[...]
 
     def init_cache(self, batch: int, hypotheses: int, length: int) -> DecodingCache:
-        """An empty decoding cache with room for `length` positions; it can grow."""
+        """An empty decoding cache with room for `length` positions."""
         config, dtype = self.config, self._dtype
-        size = length * hypotheses
-        keys = jnp.zeros((batch, config.num_heads, config.d_k, size), dtype)
-        values = jnp.zeros((batch, config.num_heads, size, config.d_v), dtype)
+        heads = batch, config.num_heads
+        sizes = [positions * hypotheses for positions in cache_blocks(length)]
+        keys = [jnp.zeros((*heads, config.d_k, size), dtype) for size in sizes]
+        values = [jnp.zeros((*heads, size, config.d_v), dtype) for size in sizes]
+        past = [Cache(*block) for block in zip(keys, values, strict=True)]
         ancestors = jnp.zeros((batch, hypotheses, length, hypotheses), bool)
-        return DecodingCache(ancestors, [Cache(keys, values) for _ in self.decoder])
+        return DecodingCache(ancestors, [past for _ in self.decoder])
 
     def memory_keys_values(self, memory: Float[Array, "B S D"]) -> list[KeysValues]:
         """What each decoder layer reads of memory [B, S, D], the same at every step of decoding."""
@@ -143,27 +143,26 @@ class Transformer(nnx.Module):
     def decode_step(
         self,
         tokens: Int[Array, "B M"],
-        index: Int[Array, ""],
+        index: Int[Array, " B"],
         cache: DecodingCache,
         memories: list[KeysValues],
         source_mask: SourceMask,
     ) -> tuple[Float[Array, "B M V"], DecodingCache]:
-        """One token of each hypothesis, [B, M], at position `index` -> logits [B, M, V] and cache.
+        """One token of each hypothesis, [B, M], at position index[b] -> logits [B, M, V] and cache.
 
-        Equal to the column `index` of `decode` on the whole prefix.
+        Equal to the column index[b] of `decode` on the whole prefix. At index 0 another sentence
+        begins: whatever the cache holds is not read.
         """
         batch, hypotheses, length, _ = cache.ancestors.shape
         assert self.config.positions == "sinusoidal" or length <= self.config.max_length
         table = jnp.asarray(self._positions("target", length))
-        position = jax.lax.dynamic_slice_in_dim(table, index, 1)
-        x = self._embed(self.embedding, tokens, position[None])
+        x = self._embed(self.embedding, tokens, table[index][:, None])
         itself = jnp.eye(hypotheses, dtype=bool)[None, :, None]
         itself = jnp.broadcast_to(itself, (batch, hypotheses, 1, hypotheses))
-        ancestors = jax.lax.dynamic_update_slice_in_dim(cache.ancestors, itself, index, axis=2)
-        mask = ancestors.reshape(batch, 1, hypotheses, -1)
+        ancestors = put(cache.ancestors & (index > 0)[:, None, None, None], itself, index, 2)
         layers = []
         for layer, read, past in zip(self.decoder, memories, cache.layers, strict=True):
-            x, past = layer.step(x, read, source_mask, past, mask, index)
+            x, past = layer.step(x, read, source_mask, past, ancestors, index)
             layers.append(past)
         return self.project(x), DecodingCache(ancestors, layers)
 
@@ -187,7 +186,7 @@ class Transformer(nnx.Module):
         self,
         table: nnx.Param,
         ids: Int[Array, "B T"],
-        positions: Float[Array, "1 #T D"],
+        positions: Float[Array, "#B #T D"],
     ) -> Float[Array, "B T D"]:
         """Section 3.4 and 3.5: embedding times sqrt(D), plus the position."""
         scaled = table[...][ids] * self.config.d_model**0.5
@@ -238,3 +237,11 @@ def through(
 def _table(rngs: nnx.Rngs, rows: int, d_model: int) -> nnx.Param:
     """A [rows, D] matrix, normal with standard deviation D^-0.5."""
     return nnx.Param(jax.random.normal(rngs.params(), (rows, d_model)) * d_model**-0.5)
+
+
+def cache_blocks(length: int) -> list[int]:
+    """The sizes of a decoding cache's blocks, `length` together."""
+    sizes: list[int] = []
+    while (total := sum(sizes)) < length:
+        sizes.append(min(max(FIRST_BLOCK, total // 4), length - total))
+    return sizes

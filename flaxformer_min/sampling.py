@@ -1,43 +1,61 @@
 """Sampling: translations drawn token by token from the model's distribution."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from flaxformer_min.search import Allowed, Grow, Hypotheses, StepFn, anything, greedy_search
+from flaxformer_min.refill import Prepare
+from flaxformer_min.search import (
+    Allowed,
+    Hypotheses,
+    StepFn,
+    anything,
+    as_they_are,
+    greedy_search,
+)
 
 
 def sample(
     step_fn: StepFn,
     cache: PyTree,
+    sentences: PyTree,
     *,
-    keys: Key[Array, " B"],
+    rows: int,
+    prepare: Prepare = as_they_are,
+    keys: Callable[[PyTree], Key[Array, " B"]],
     temperature: float | Float[Array, ""] = 1.0,
     top_k: int | Int[Array, ""] | None = None,
     top_p: float | Float[Array, ""] | None = None,
     bos_id: int,
     eos_id: int,
     pad_id: int,
-    max_lengths: Int[Array, " B"],
+    max_lengths: Int[Array, " Q"],
     length: int,
     length_penalty_alpha: float | Float[Array, ""],
     allowed: Allowed = anything,
-    grow: Grow | None = None,
 ) -> Hypotheses:
     """A translation of each sentence drawn with its own key; N = M = 1, cache leaves [B, 1, ...].
 
+    `keys` gives those of the sentences at work from what is prepared for them.
     Each token comes from `narrowed` log-probabilities of what is allowed; log_probs and scores are
     those of the model, at temperature 1 and with nothing cut off. Otherwise as greedy_search.
     """
 
-    def draw(log_probs: Float[Array, "B V"], index: Int[Array, ""]) -> Int[Array, "B 1"]:
-        step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+    def draw(
+        log_probs: Float[Array, "B V"], index: Int[Array, " B"], ready: PyTree
+    ) -> Int[Array, "B 1"]:
+        step_keys = jax.vmap(jax.random.fold_in)(keys(ready), index)
         narrow = narrowed(log_probs, temperature, top_k, top_p)
         return jax.vmap(jax.random.categorical)(step_keys, narrow)[:, None]
 
     return greedy_search(
         step_fn,
         cache,
+        sentences,
+        rows=rows,
+        prepare=prepare,
         bos_id=bos_id,
         eos_id=eos_id,
         pad_id=pad_id,
@@ -46,7 +64,6 @@ def sample(
         length_penalty_alpha=length_penalty_alpha,
         allowed=allowed,
         choose=draw,
-        grow=grow,
     )
 
 

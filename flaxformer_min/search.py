@@ -1,16 +1,16 @@
 """Search: from next-token log-probabilities to the best translations (paper, section 6.1).
 
-The search knows no model. A step function takes the token each hypothesis emitted last, a cache and
-the index of that token (BOS has index 0), and gives the log-probabilities of the next token and
-the new cache. Cache leaves are [B, M, ...] and follow their hypotheses, or else `move` says what
-follows them; what belongs to a sentence (memory, masks) the step function closes over.
+The search knows no model. A step function takes the token each hypothesis emitted last, a cache,
+the index of that token (BOS has index 0) and what belongs to the sentence (memory, masks), and
+gives the log-probabilities of the next token and the new cache. At index 0 a sentence begins, and
+what the cache holds is another one's. Cache leaves are [B, M, ...] and follow their hypotheses, or
+else `move` says what follows them.
 
-Letters: B sentences, M hypotheses kept alive per sentence (the beam), N returned, T tokens,
-V vocabulary. Lengths count EOS and not BOS. A hypothesis whose log-probability is -inf does not
-exist: it fills a place for which there was no candidate.
+Letters: Q sentences, of which B are searched at a time, M hypotheses kept alive for each (the
+beam), N returned, T tokens, V vocabulary. Lengths count EOS and not BOS. A hypothesis whose
+log-probability is -inf does not exist: it fills a place for which there was no candidate.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,17 +19,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-StepFn = Callable[[Int[Array, "B M"], PyTree, Int[Array, ""]], tuple[Float[Array, "B M V"], PyTree]]
-# (tokens [B, M, T+1], BOS first; how many others there are) -> which may come next (constraints.py)
-Allowed = Callable[[Int[Array, "B M L"], Int[Array, ""]], Bool[Array, "#B #M #V"]]
-# (log-probabilities, how many tokens were emitted) -> the next token of each sentence
-Choose = Callable[[Float[Array, "B V"], Int[Array, ""]], Int[Array, "B 1"]]
+from flaxformer_min.refill import Prepare, Step, Stepped, through_rows
+
+# (tokens, cache, index, sentences) -> (log-probabilities, cache)
+StepFn = Callable[
+    [Int[Array, "B M"], PyTree, Int[Array, " B"], PyTree], tuple[Float[Array, "B M V"], PyTree]
+]
+# (tokens [B, M, T+1], BOS first; how many others there are; sentences) -> which may come next
+Allowed = Callable[[Int[Array, "B M L"], Int[Array, " B"], PyTree], Bool[Array, "#B #M #V"]]
+# (log-probabilities, how many tokens were emitted, sentences) -> the next token of each sentence
+Choose = Callable[[Float[Array, "B V"], Int[Array, " B"], PyTree], Int[Array, "B 1"]]
 # (cache, parents [B, M]) -> the cache after hypothesis m has become a child of parents[b, m]
 Move = Callable[[PyTree, Int[Array, "B M"]], PyTree]
-# (cache, length) -> the cache with room for `length` tokens
-Grow = Callable[[PyTree, int], PyTree]
 
-FIRST_ROOM = 16  # tokens that a growing cache first has room for, then twice as many, and so on
 LARGEST_BLOCK = 128  # of `top_k`
 
 
@@ -55,12 +57,18 @@ class _Beam(NamedTuple):
     lengths: Int[Array, "B M"]
 
 
+class _Limited(NamedTuple):
+    """Sentences with their limits; leaves [Q, ...], or [B, ...] of those that are at work."""
+
+    sentences: PyTree
+    max_lengths: Int[Array, " Q"]
+
+
 class _State(NamedTuple):
-    index: Int[Array, ""]  # tokens emitted so far, by the sentences still at work
+    """Of each sentence; all its hypotheses that are alive have the same length."""
+
     alive: _Beam
     finished: _Beam
-    done: Bool[Array, " B"]
-    cache: PyTree
 
 
 def length_penalty(
@@ -70,12 +78,21 @@ def length_penalty(
     return ((5.0 + lengths) / 6.0) ** alpha
 
 
-def anything(tokens: Int[Array, "B M L"], index: Int[Array, ""]) -> Bool[Array, "1 1 1"]:
+def anything(
+    tokens: Int[Array, "B M L"], index: Int[Array, " B"], sentences: PyTree
+) -> Bool[Array, "1 1 1"]:
     """Every token is allowed."""
     return jnp.ones((1, 1, 1), bool)
 
 
-def likeliest(log_probs: Float[Array, "B V"], index: Int[Array, ""]) -> Int[Array, "B 1"]:
+def as_they_are(sentences: PyTree) -> PyTree:
+    """Nothing is computed for the sentences beforehand."""
+    return sentences
+
+
+def likeliest(
+    log_probs: Float[Array, "B V"], index: Int[Array, " B"], sentences: PyTree
+) -> Int[Array, "B 1"]:
     """The likeliest token."""
     return top_k(log_probs, 1)[1]
 
@@ -93,28 +110,32 @@ def take(tree: PyTree[Shaped[Array, "B M ..."]], places: Int[Array, "B N"]) -> P
 def beam_search(
     step_fn: StepFn,
     cache: PyTree,
+    sentences: PyTree,
     *,
+    rows: int,
+    prepare: Prepare = as_they_are,
     bos_id: int,
     eos_id: int,
     pad_id: int,
-    max_lengths: Int[Array, " B"],
+    max_lengths: Int[Array, " Q"],
     length: int,
     beam_size: int,
     length_penalty_alpha: float | Float[Array, ""],
     allowed: Allowed = anything,
     n_best: int = 1,
     move: Move = take,
-    grow: Grow | None = None,
 ) -> Hypotheses:
     """The n_best translations of each sentence that a beam of beam_size finds.
 
     Each step ranks the 2M best one-token extensions; those that end in EOS join the finished, the
     best M others live on (tensor2tensor's rules). A sentence stops when nothing alive can enter its
-    n_best any more, or at max_lengths[b] <= length tokens; from then on its hypotheses are frozen,
-    so neighbours do not matter. What is still alive then is scored at its length and ranked last.
+    n_best any more, or at max_lengths[q] <= length tokens, and another one takes its row; rows do
+    not mix, so neighbours do not matter. What is alive then is scored at its length and comes last.
     What is not allowed loses its probability without renormalisation: scores stay the model's.
 
-    Shapes: cache leaves [B, M, ...], without room for a token if they can `grow`; the result has
+    `rows` = B sentences are searched at a time, of leaves [Q, ...]; B of them are prepared at a
+    time (refill.py), and what that gives, [B, ...], is passed to step_fn and allowed.
+    Shapes: cache leaves [B, M, ...], with room for `length` tokens; the result is [Q, N, T] with
     N = n_best <= beam_size and T = length. beam_size 1 is greedy search by definition.
     """
     assert 1 <= n_best <= beam_size, (n_best, beam_size)
@@ -122,6 +143,9 @@ def beam_search(
         return greedy_search(
             step_fn,
             cache,
+            sentences,
+            rows=rows,
+            prepare=prepare,
             bos_id=bos_id,
             eos_id=eos_id,
             pad_id=pad_id,
@@ -129,120 +153,97 @@ def beam_search(
             length=length,
             length_penalty_alpha=length_penalty_alpha,
             allowed=allowed,
-            grow=grow,
         )
 
-    def step(state: _State) -> _State:
-        log_probs, cache = _next(step_fn, allowed, state)
-        candidates, parents = _extend(state.alive, log_probs, state.index)
-        ended = candidates.tokens[:, :, state.index + 1] == eos_id
+    def step(state: _State, cache: PyTree, ready: _Limited) -> Stepped:
+        log_probs, cache = _next(step_fn, allowed, state.alive, cache, ready.sentences)
+        candidates, last, parents = _extend(state.alive, log_probs)
+        ended = last == eos_id
         pool = _join(state.finished, _only(candidates, ended))
         finished, _ = _best(pool, _scores(pool, length_penalty_alpha), beam_size)
         going = _only(candidates, ~ended)
         alive, kept = _best(going, going.log_probs, beam_size)
-        alive = _select(state.done, state.alive, alive)
-        finished = _select(state.done, state.finished, finished)
-        done = _settled(alive, finished, max_lengths, length_penalty_alpha, n_best)
-        cache = move(cache, take(parents, kept))
-        return _State(state.index + 1, alive, finished, done, cache)
+        done = _settled(alive, finished, ready.max_lengths, length_penalty_alpha, n_best)
+        return _State(alive, finished), move(cache, take(parents, kept)), done
 
-    start = _start(max_lengths, beam_size, length, cache, bos_id, pad_id)
-    alive, finished = _run(step, start, length, grow)
-    return _ranked(finished, alive, length_penalty_alpha, pad_id, n_best)
+    start = _start(rows, beam_size, length, bos_id, pad_id)
+    found = _run(step, start, cache, _Limited(sentences, max_lengths), prepare)
+    return _ranked(found, length_penalty_alpha, pad_id, n_best)
 
 
 def greedy_search(
     step_fn: StepFn,
     cache: PyTree,
+    sentences: PyTree,
     *,
+    rows: int,
+    prepare: Prepare = as_they_are,
     bos_id: int,
     eos_id: int,
     pad_id: int,
-    max_lengths: Int[Array, " B"],
+    max_lengths: Int[Array, " Q"],
     length: int,
     length_penalty_alpha: float | Float[Array, ""],
     allowed: Allowed = anything,
     choose: Choose = likeliest,
-    grow: Grow | None = None,
 ) -> Hypotheses:
-    """The token that `choose` takes at every step until EOS or max_lengths[b] tokens; N = M = 1.
+    """The token that `choose` takes at every step until EOS or max_lengths[q] tokens; N = M = 1.
 
     Cache leaves are [B, 1, ...]. Arguments and result are those of beam_search.
     """
 
-    def step(state: _State) -> _State:
-        log_probs, cache = _next(step_fn, allowed, state)
-        token = choose(log_probs[:, 0], state.index)
+    def step(state: _State, cache: PyTree, ready: _Limited) -> Stepped:
+        log_probs, cache = _next(step_fn, allowed, state.alive, cache, ready.sentences)
+        log_probs, lengths = log_probs[:, 0], state.alive.lengths
+        token = choose(log_probs, lengths[:, 0], ready.sentences)
         longer = _Beam(
-            state.alive.tokens.at[:, :, state.index + 1].set(token),
-            state.alive.log_probs + jnp.take_along_axis(log_probs[:, 0], token, axis=1),
-            state.alive.lengths + 1,
+            _written(state.alive.tokens, token, lengths + 1),
+            state.alive.log_probs + jnp.take_along_axis(log_probs, token, axis=1),
+            lengths + 1,
         )
-        ended = (token[:, 0] == eos_id) & ~state.done
-        finished = _select(~ended, state.finished, longer)
-        alive = _select(state.done, state.alive, _only(longer, ~ended[:, None]))
-        done = state.done | ended | (alive.lengths[:, 0] >= max_lengths)
-        return _State(state.index + 1, alive, finished, done, cache)
+        ended = token == eos_id
+        done = ended[:, 0] | (longer.lengths[:, 0] >= ready.max_lengths)
+        return _State(_only(longer, ~ended), _only(longer, ended)), cache, done
 
-    start = _start(max_lengths, 1, length, cache, bos_id, pad_id)
-    alive, finished = _run(step, start, length, grow)
-    return _ranked(finished, alive, length_penalty_alpha, pad_id, n_best=1)
+    start = _start(rows, 1, length, bos_id, pad_id)
+    found = _run(step, start, cache, _Limited(sentences, max_lengths), prepare)
+    return _ranked(found, length_penalty_alpha, pad_id, n_best=1)
 
 
-def _start(
-    max_lengths: Int[Array, " B"], beam: int, length: int, cache: PyTree, bos_id: int, pad_id: int
-) -> _State:
+def _start(rows: int, beam: int, length: int, bos_id: int, pad_id: int) -> _State:
     """One empty hypothesis per sentence, probability 1; the other places hold none."""
-    batch = max_lengths.shape[0]
-    tokens = jnp.full((batch, beam, length + 1), pad_id, jnp.int32).at[:, :, 0].set(bos_id)
+    tokens = jnp.full((rows, beam, length + 1), pad_id, jnp.int32).at[:, :, 0].set(bos_id)
     # The default float is float32, and float64 where jax_enable_x64 is on.
-    log_probs = jnp.full((batch, beam), -jnp.inf, jnp.result_type(float)).at[:, 0].set(0.0)
-    alive = _Beam(tokens, log_probs, jnp.zeros((batch, beam), jnp.int32))
-    nothing = _only(alive, jnp.zeros_like(alive.lengths, bool))
-    return _State(jnp.int32(0), alive, nothing, max_lengths <= 0, cache)
+    log_probs = jnp.full((rows, beam), -jnp.inf, jnp.result_type(float)).at[:, 0].set(0.0)
+    alive = _Beam(tokens, log_probs, jnp.zeros((rows, beam), jnp.int32))
+    return _State(alive, _only(alive, jnp.zeros_like(alive.lengths, bool)))
 
 
-def _run(
-    step: Callable[[_State], _State], state: _State, length: int, grow: Grow | None
-) -> tuple[_Beam, _Beam]:
-    """Steps until every sentence is done: the alive and the finished hypotheses at the end.
+def _run(step: Step, start: _State, cache: PyTree, sentences: _Limited, prepare: Prepare) -> _State:
+    """Every sentence's state, [Q, ...], when it is done; one of limit 0 never begins."""
 
-    A growing cache has room for 16, 32, 64 ... `length` tokens, one loop after the other; a row's
-    shapes follow from how far it is, whatever its neighbours do.
-    """
-    doubled = itertools.takewhile(
-        lambda n: n < length, (FIRST_ROOM << k for k in itertools.count())
-    )
-    rooms = [length] if grow is None else [*doubled, length]
+    def prepared(some: _Limited) -> _Limited:
+        return some._replace(sentences=prepare(some.sentences))
 
-    def run(state: _State, rooms: list[int]) -> tuple[_Beam, _Beam]:
-        room, *larger = rooms
-        if grow is not None:
-            state = state._replace(cache=grow(state.cache, room))
-        state = lax.while_loop(lambda s: ~jnp.all(s.done) & (s.index < room), step, state)
-        if not larger:
-            return state.alive, state.finished
-        return lax.cond(
-            jnp.all(state.done),
-            lambda state: (state.alive, state.finished),
-            lambda state: run(state, larger),
-            state,
-        )
-
-    return run(state, rooms)
+    wanted = sentences.max_lengths > 0
+    return through_rows(step, start, cache, sentences, wanted, prepared)
 
 
-def _next(step_fn: StepFn, allowed: Allowed, state: _State) -> tuple[Float[Array, "B M V"], PyTree]:
+def _next(
+    step_fn: StepFn, allowed: Allowed, alive: _Beam, cache: PyTree, sentences: PyTree
+) -> tuple[Float[Array, "B M V"], PyTree]:
     """The log-probabilities of the next token, -inf where it is not allowed, and the new cache."""
-    log_probs, cache = step_fn(state.alive.tokens[:, :, state.index], state.cache, state.index)
+    index = alive.lengths[:, 0]
+    last = jnp.take_along_axis(alive.tokens, index[:, None, None], 2, mode="promise_in_bounds")
+    log_probs, cache = step_fn(last[:, :, 0], cache, index, sentences)
     log_probs = log_probs.astype(jnp.result_type(float))
-    return jnp.where(allowed(state.alive.tokens, state.index), log_probs, -jnp.inf), cache
+    return jnp.where(allowed(alive.tokens, index, sentences), log_probs, -jnp.inf), cache
 
 
 def _extend(
-    alive: _Beam, log_probs: Float[Array, "B M V"], index: Int[Array, ""]
-) -> tuple[_Beam, Int[Array, "B 2*M"]]:
-    """The 2M likeliest extensions by one token, best first, and the place of each one's parent.
+    alive: _Beam, log_probs: Float[Array, "B M V"]
+) -> tuple[_Beam, Int[Array, "B 2*M"], Int[Array, "B 2*M"]]:
+    """The 2M likeliest extensions by one token, best first, that token, and the parent's place.
 
     At most M of them can end in EOS, one for each parent, so at least M go on.
     """
@@ -250,8 +251,16 @@ def _extend(
     totals = (alive.log_probs[:, :, None] + log_probs).reshape(batch, beam * vocab)
     totals, choices = top_k(totals, 2 * beam)
     parents, last = choices // vocab, choices % vocab
-    tokens, lengths = take((alive.tokens, alive.lengths), parents)
-    return _Beam(tokens.at[:, :, index + 1].set(last), totals, lengths + 1), parents
+    tokens, lengths = take((alive.tokens, alive.lengths + 1), parents)
+    return _Beam(_written(tokens, last, lengths), totals, lengths), last, parents
+
+
+def _written(
+    tokens: Int[Array, "B M L"], last: Int[Array, "B M"], places: Int[Array, "B M"]
+) -> Int[Array, "B M L"]:
+    """The hypotheses with another token, each at its place."""
+    here = jnp.arange(tokens.shape[2])[None, None] == places[:, :, None]
+    return jnp.where(here, last[:, :, None].astype(tokens.dtype), tokens)
 
 
 def top_k(values: Float[Array, "B C"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
@@ -288,12 +297,10 @@ def _settled(
     return (_scores(finished, alpha)[:, n_best - 1] >= bound) | (lengths >= max_lengths)
 
 
-def _ranked(
-    finished: _Beam, alive: _Beam, alpha: float | Float[Array, ""], pad_id: int, n_best: int
-) -> Hypotheses:
+def _ranked(found: _State, alpha: float | Float[Array, ""], pad_id: int, n_best: int) -> Hypotheses:
     """The n_best in the order finished, unfinished, none; each of the two is sorted already."""
-    both = _join(finished, alive)
-    is_finished = jnp.arange(both.lengths.shape[1]) < finished.lengths.shape[1]
+    both = _join(found.finished, found.alive)
+    is_finished = jnp.arange(both.lengths.shape[1]) < found.finished.lengths.shape[1]
     exists = both.log_probs > -jnp.inf
     group = jnp.where(exists, jnp.where(is_finished[None, :], 0, 1), 2)
     order = jnp.argsort(group, axis=1, stable=True)[:, :n_best]
@@ -318,13 +325,6 @@ def _only(beam: _Beam, keep: Bool[Array, "B M"]) -> _Beam:
 
 def _join(first: _Beam, second: _Beam) -> _Beam:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
-
-
-def _select(where: Bool[Array, " B"], yes: _Beam, no: _Beam) -> _Beam:
-    """Sentence by sentence yes or no."""
-    return jax.tree.map(
-        lambda a, b: jnp.where(where.reshape(-1, *(1,) * (a.ndim - 1)), a, b), yes, no
-    )
 
 
 def _best(

@@ -11,31 +11,43 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 # What a device decodes at once: so many lines, and no more source positions than this, padding
-# counted. More lines would share more of each step's fixed cost, but a batch waits for its longest
-# translation: on a CPU 8 to 16 lines are best.
+# counted. More lines share more of each step's fixed cost, which on a CPU gains nothing beyond 16.
 MOST_ROWS, BATCH_TOKENS = 16, 1024
+# The lines in a search's batch for each row. Rows stand idle only at the end of a batch, so more of
+# them waste less; but a caller waits for a whole batch.
+LINES_PER_ROW = 8
 SHORTEST_SHAPE = 16  # shorter shapes would save little and have to be compiled
 
 
 def plan_batches(
-    lengths: Sequence[int], longest: int, devices: int = 1
-) -> Iterator[tuple[int, int, list[int]]]:
-    """(rows, width, places) of each batch: places of at most `rows` lengths, none above `width`.
+    lengths: Sequence[int],
+    longest: int,
+    devices: int = 1,
+    lines_per_row: int = 1,
+    at_once: int = 1,
+) -> Iterator[tuple[int, list[int | None]]]:
+    """(width, places) of each batch: places of lengths of at most `width`, None where none is left.
 
-    Every place occurs once, shorter ones first. The shape of a place follows from its own length.
-    Each device has the same share of the rows, as many as if it were alone.
+    Every place occurs once, longer ones first. The shape of a place follows from its own length.
+    Batches of one width are about equally full, and `at_once` or more if that leaves no row empty.
+    Each device has the same share of a batch, as many as if it were alone, and the places are dealt
+    to them in turn.
     """
     shapes = shape_ladder(longest)
 
     def shape(place: int) -> int:
         return bisect.bisect_left(shapes, lengths[place])
 
-    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     for rung, group in itertools.groupby(by_length, shape):
         members, width = list(group), shapes[rung]
         rows = rows_of(width) * devices
-        for first in range(0, len(members), rows):
-            yield rows, width, members[first : first + rows]
+        size = rows * lines_per_row
+        batches = max(-(-len(members) // size), min(at_once, -(-len(members) // rows)))
+        for n in range(batches):
+            part = members[len(members) * n // batches : len(members) * (n + 1) // batches]
+            places = [*part, *[None] * (size - len(part))]
+            yield width, [place for device in range(devices) for place in places[device::devices]]
 
 
 def rows_of(width: int) -> int:
@@ -52,9 +64,9 @@ def shape_ladder(longest: int) -> list[int]:
     return [*(width for width in steps if width < longest), longest]
 
 
-def padded(batch: Sequence[Sequence[int]], rows: int, width: int, pad_id: int) -> np.ndarray:
-    """Token ids [rows, width], padded; rows beyond the batch are all padding."""
-    array = np.full((rows, width), pad_id, np.int32)
+def padded(batch: Sequence[Sequence[int]], width: int, pad_id: int) -> np.ndarray:
+    """Token ids [len(batch), width], padded."""
+    array = np.full((len(batch), width), pad_id, np.int32)
     for row, ids in enumerate(batch):
         array[row, : len(ids)] = ids
     return array

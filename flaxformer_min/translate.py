@@ -33,7 +33,7 @@ from flaxformer_min.decoding import Rows, on_devices, score_batch, search_batch,
 from flaxformer_min.errors import UserError
 from flaxformer_min.options import Options
 from flaxformer_min.search import Hypotheses
-from flaxformer_min.shapes import padded, plan_batches
+from flaxformer_min.shapes import LINES_PER_ROW, padded, plan_batches
 from flaxformer_min.state import Params, split_model
 from flaxformer_min.tokenizer import Tokenizer
 
@@ -189,17 +189,18 @@ class Translator:
             begun = [ids[:-1] for ids in self._encode(texts, places, first_line)]
         lengths = [max(len(s), len(b) + 1) for s, b in zip(sources, begun, strict=True)]
 
-        def search(batch: tuple[int, int, list[int]]) -> list[tuple[int, Translation]]:
-            rows, width, members = batch
-            texts = [sources[member] for member in members]
-            forced = None if prefixes is None else [begun[member] for member in members]
-            filled = self._rows(texts, forced, rows, width)
+        def search(batch: tuple[int, list[int | None]]) -> list[tuple[int, Translation]]:
+            width, members = batch
+            texts = _of(sources, members)
+            filled = self._rows(texts, None if prefixes is None else _of(begun, members), width)
             found = self._search((self._params, *self._others), filled, settled)
             weights = self._weights(filled, found) if options.attention else None
-            found_places = [places[member] for member in members]
-            return list(zip(found_places, self._translations(texts, found, weights), strict=True))
+            there = [places[member] for member in members if member is not None]
+            return list(zip(there, self._translations(texts, found, weights), strict=True))
 
-        yield from in_order(search, self._batches(lengths))
+        # Attention weights are large: those of fewer lines at a time.
+        lines_per_row = 1 if options.attention else LINES_PER_ROW
+        yield from in_order(search, self._batches(lengths, lines_per_row))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """The log-probability of each pair's target given its source, EOS included, in order.
@@ -219,24 +220,28 @@ class Translator:
         )
         lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
         scored = [TokenScores((), ())] * len(pairs)
-        for rows, width, members in self._batches(lengths):
-            batch = tuple(
-                padded([side[member] for member in members], rows, width, self.tokenizer.pad_id)
-                for side in (sources, targets)
-            )
+        pad_id = self.tokenizer.pad_id
+        for width, members in self._batches(lengths):
+            batch = tuple(padded(_of(side, members), width, pad_id) for side in (sources, targets))
             found = np.asarray(self._score((self._params, *self._others), batch))
-            for member, log_probs in zip(members, found.tolist(), strict=False):
-                target = targets[member]
-                scored[member] = TokenScores(tuple(target), tuple(log_probs[: len(target)]))
+            for member, log_probs in zip(members, found.tolist(), strict=True):
+                if member is not None:
+                    target = targets[member]
+                    scored[member] = TokenScores(tuple(target), tuple(log_probs[: len(target)]))
         return scored
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    def _batches(
+        self, lengths: Sequence[int], lines_per_row: int = 1
+    ) -> Iterator[tuple[int, list[int | None]]]:
         """`plan_batches`, with a progress bar on a terminal."""
         hidden = not sys.stderr.isatty()
         with tqdm(total=len(lengths), unit=" lines", leave=False, disable=hidden) as bar:
-            for batch in plan_batches(lengths, self._longest, self._devices):
+            batches = plan_batches(
+                lengths, self._longest, self._devices, lines_per_row, BATCHES_AT_ONCE
+            )
+            for batch in batches:
                 yield batch
-                bar.update(len(batch[2]))
+                bar.update(sum(place is not None for place in batch[1]))
 
     def _encode(
         self, lines: Sequence[str], places: Sequence[int], first_line: int
@@ -258,13 +263,12 @@ class Translator:
         self,
         sources: Sequence[Sequence[int]],
         prefixes: Sequence[Sequence[int]] | None,
-        rows: int,
         width: int,
     ) -> Rows:
-        pad_id, draws = self.tokenizer.pad_id, np.zeros(rows, np.uint32)
-        draws[: len(sources)] = [zlib.crc32(np.array(ids, "<i4").tobytes()) for ids in sources]
-        forced = None if prefixes is None else jnp.asarray(padded(prefixes, rows, width, pad_id))
-        return Rows(jnp.asarray(padded(sources, rows, width, pad_id)), forced, jnp.asarray(draws))
+        pad_id, draws = self.tokenizer.pad_id, np.zeros((len(sources), 2), np.uint32)
+        draws[:, 0] = [zlib.crc32(np.array(ids, "<i4").tobytes()) for ids in sources]
+        forced = None if prefixes is None else jnp.asarray(padded(prefixes, width, pad_id))
+        return Rows(jnp.asarray(padded(sources, width, pad_id)), forced, jnp.asarray(draws))
 
     def _weights(self, rows: Rows, found: Hypotheses) -> list[AttentionWeights]:
         """Those of the best hypotheses, of the second best, and so on."""
@@ -278,7 +282,7 @@ class Translator:
         found: Hypotheses,
         weights: Sequence[AttentionWeights] | None,
     ) -> Iterator[Translation]:
-        """The hypotheses of each row, the best first with the others in it."""
+        """The hypotheses of each row with a source, the best first with the others in it."""
         host = jax.device_get(found)
 
         def hypothesis(row: int, rank: int) -> Translation:
@@ -292,22 +296,33 @@ class Translator:
                 text, float(score), float(log_prob), ids, bool(finished), attention=attention
             )
 
-        for row in range(len(sources)):
+        for row in (row for row, source in enumerate(sources) if source):
             count = max(1, int(np.sum(host.lengths[row] > 0)))
             best, *others = (hypothesis(row, rank) for rank in range(count))
             yield dataclasses.replace(best, others=tuple(others))
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """function(item) of each item, in order, with BATCHES_AT_ONCE of them at work."""
-    with ThreadPoolExecutor(BATCHES_AT_ONCE) as pool:
-        waiting: collections.deque[Future[Result]] = collections.deque()
+    """function(item) of each item, in order, with BATCHES_AT_ONCE of them at work.
+
+    A caller that stops waits for those at work.
+    """
+    pool = ThreadPoolExecutor(BATCHES_AT_ONCE)
+    waiting: collections.deque[Future[Result]] = collections.deque()
+    try:
         for item in items:
             waiting.append(pool.submit(function, item))
             if len(waiting) > BATCHES_AT_ONCE:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _of(ids: Sequence[list[int]], members: Sequence[int | None]) -> list[list[int]]:
+    """The ids of each member; no ids where there is none."""
+    return [[] if member is None else ids[member] for member in members]
 
 
 def _cut(weights: AttentionWeights, row: int, source: int, target: int) -> AttentionWeights:

@@ -19,7 +19,7 @@ from test_model import (
     silenced,
 )
 
-from flaxformer_min.attention import scaled_dot_product_attention
+from flaxformer_min.attention import Block, attend_blocks, scaled_dot_product_attention
 from flaxformer_min.masks import padding_mask
 
 B, H, T, K, S, U = 2, 3, 5, 7, 11, 13
@@ -52,6 +52,17 @@ def weights_of(query, key, mask, value=None):
     return attention(query, key, value, mask, return_weights=True)[1]
 
 
+def in_blocks(key, value, mask, sizes, needed):
+    """Keys and values cut into blocks of these sizes."""
+    blocks, first = [], 0
+    for size, need in zip(sizes, needed, strict=True):
+        here = slice(first, first + size)
+        keys = key[:, :, here].swapaxes(2, 3)
+        blocks.append(Block(keys, value[:, :, here], mask[..., here], jnp.array(need)))
+        first += size
+    return blocks
+
+
 # Values
 
 
@@ -65,6 +76,28 @@ def test_a_row_worked_out_by_hand():
     )
     np.testing.assert_allclose(weights[0, 0, 0], [0.4, 0.1, 0.5], rtol=1e-6)
     np.testing.assert_allclose(output[0, 0, 0], [0.4, 0.1, 21.0], rtol=1e-6)
+
+
+def test_keys_in_blocks_give_what_all_keys_at_once_give(inputs, mask):
+    query, key, value = inputs
+    wanted = attention(query, 3 * key, value, mask)  # the largest score may be in any block
+    found = attend_blocks(query, in_blocks(3 * key, value, mask, (5, 4, 2), [True] * 3))
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert not np.any(found[0, :, 2])  # no allowed key
+
+
+def test_a_block_that_is_not_needed_is_not_read_and_reading_it_changes_no_bit(inputs, mask):
+    query, key, value = inputs
+    mask = mask.at[..., 5:].set(False)
+    without = attend_blocks(query, in_blocks(key, value, mask, (5, 6), [True, False]))
+    np.testing.assert_array_equal(
+        attend_blocks(query, in_blocks(key, value, mask, (5, 6), [True, True])), without
+    )
+    key, value = key.at[:, :, 5:].set(jnp.nan), value.at[:, :, 5:].set(jnp.nan)
+    np.testing.assert_array_equal(
+        attend_blocks(query, in_blocks(key, value, mask, (5, 6), [True, False])), without
+    )
+    assert np.any(without)
 
 
 def test_output_equals_the_numpy_reference(inputs, mask):
@@ -202,11 +235,24 @@ def test_bfloat16_inputs_get_a_float32_softmax_and_a_bfloat16_output(inputs, mas
     np.testing.assert_allclose(output.astype(jnp.float32), exact[0], atol=2e-2)
 
 
+def test_blocks_in_bfloat16_are_summed_in_float32():
+    """1,024 values of 1 and 0 in turn: a sum in bfloat16 would stop at 256."""
+    ones = jnp.ones((1, 1, 1024, K), jnp.bfloat16)
+    value = (jnp.arange(1024) % 2)[None, None, :, None].astype(jnp.bfloat16)
+    allowed = jnp.ones((1, 1, 1, 1024), bool)
+    blocks = in_blocks(ones, value, allowed, [32] * 32, [True] * 32)
+    found = attend_blocks(ones[:, :, :1], blocks)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(jnp.float32), [[[[0.5]]]])
+
+
 def test_float64_inputs_stay_float64(inputs, mask):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
         output, weights = attention(*wide, mask, return_weights=True)
         assert output.dtype == weights.dtype == jnp.float64
+        blocks = in_blocks(*wide[1:], mask, (5, 6), [True, True])
+        np.testing.assert_allclose(attend_blocks(wide[0], blocks), output, atol=1e-14)
         query, key, value = (np.asarray(x[1, 2]) for x in wide)
     wanted = reference.attention_weights(query, key, np.asarray(mask[1, 0])) @ value
     np.testing.assert_allclose(output[1, 2], wanted, atol=1e-14)

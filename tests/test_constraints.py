@@ -1,5 +1,7 @@
 """Truth tables of what a hypothesis may go on with."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,10 +18,9 @@ def test_all_but_some_are_allowed():
 
 def test_eos_is_allowed_as_the_last_of_enough_tokens():
     """index tokens are there already, so EOS would be number index + 1."""
-    allowed = [bool(long_enough(jnp.int32(i), 3, EOS, 4)[0, 0, EOS]) for i in range(5)]
-    assert allowed == [False, False, True, True, True]
-    others = np.delete(np.asarray(long_enough(jnp.int32(0), 3, EOS, 4)), EOS, axis=-1)
-    assert others.all()
+    allowed = np.asarray(long_enough(jnp.arange(5), 3, EOS, 4))
+    assert allowed[:, 0, EOS].tolist() == [False, False, True, True, True]
+    assert np.delete(allowed, EOS, axis=-1).all()
 
 
 def repeats(hypothesis: list[int], size: int, vocab: int = 9) -> set[int]:
@@ -36,15 +37,15 @@ def test_no_ngram_comes_twice(size):
         [[3, 4, 3, 4, 3], [5, 5, 5, 5, 5], [3, 4, 5, 3, 4]],
         [[6, 3, 6, 3, 3], [8, 7, 6, 8, 7], [3, 4, 5, 6, 7]],
     ]
-    for emitted in range(6):
+    for emitted in itertools.product(range(6), range(6)):
         tokens = np.full((2, 3, 8), PAD)
         tokens[:, :, 0] = BOS
-        tokens[:, :, 1 : emitted + 1] = np.array(hypotheses)[:, :, :emitted]
-        allowed = np.asarray(no_repeated_ngram(jnp.array(tokens), jnp.int32(emitted), size, 9))
-        for b in range(2):
-            for m in range(3):
-                forbidden = set(np.flatnonzero(~allowed[b, m]).tolist())
-                assert forbidden == repeats(hypotheses[b][m][:emitted], size)
+        for b, m in np.ndindex(2, 3):
+            tokens[b, m, 1 : emitted[b] + 1] = hypotheses[b][m][: emitted[b]]
+        allowed = np.asarray(no_repeated_ngram(jnp.array(tokens), jnp.array(emitted), size, 9))
+        for b, m in np.ndindex(2, 3):
+            forbidden = set(np.flatnonzero(~allowed[b, m]).tolist())
+            assert forbidden == repeats(hypotheses[b][m][: emitted[b]], size)
 
 
 def test_some_ngrams_of_the_table_are_forbidden():
@@ -57,6 +58,7 @@ def test_a_beginning_is_all_that_is_allowed_until_its_end():
     prefixes = jnp.array([[4, 3, PAD], [PAD, PAD, PAD], [1, 1, 1]])
     otherwise = jnp.array([[[False, True, True, False, False]]])
     expected = [[{4}, {1, 2}, {1}], [{3}, {1, 2}, {1}], [{1, 2}, {1, 2}, {1}], [{1, 2}] * 3]
-    for index, sets in enumerate(expected):
-        allowed = np.asarray(beginning(otherwise, prefixes, jnp.int32(index), PAD))
+    for index in itertools.product(range(4), repeat=3):
+        allowed = np.asarray(beginning(otherwise, prefixes, jnp.array(index), PAD))
+        sets = [expected[i][row] for row, i in enumerate(index)]
         assert [set(np.flatnonzero(row).tolist()) for row in allowed[:, 0]] == sets

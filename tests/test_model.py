@@ -16,11 +16,12 @@ import pytest
 from flax import nnx
 from test_loss import equations
 
+from flaxformer_min import model as transformer
 from flaxformer_min import state
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.dropout import dropout
 from flaxformer_min.masks import causal_mask, padding_mask
-from flaxformer_min.model import Transformer, through
+from flaxformer_min.model import Transformer, cache_blocks, through
 from flaxformer_min.positions import sinusoidal_positions
 from flaxformer_min.state import count_parameters, init_state, split_model
 
@@ -183,24 +184,38 @@ def test_logits_are_the_states_times_the_output_table(params, outputs):
 # Cached decoding
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """The positions of these tests in several blocks: 5 + 5 + 3 of them."""
+    monkeypatch.setattr(transformer, "FIRST_BLOCK", 5)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def cached_logits(config, params, prefixes, memory, source, order):
     """Logits [B, M, T, V] of prefixes [B, M, T], one token at a time.
 
-    Half-way the cache's hypotheses are put in `order`, a permutation of M.
+    Half-way the cache's hypotheses are put in `order`, a permutation of M. The sentences begin one
+    step after the other; before it each row has read the end of its prefix, of which nothing may
+    be left.
     """
     model, length = build(config, params), prefixes.shape[2]
     memories, source_mask = model.memory_keys_values(memory), padding_mask(source)
 
-    def step(cache, index):
+    batch, late = len(prefixes), jnp.arange(len(prefixes))
+
+    def step(cache, clock):
+        index = (clock - late) % length
         moved = cache.moved(jnp.broadcast_to(order, prefixes.shape[:2]))
-        cache = jax.tree.map(lambda a, b: jnp.where(index == length // 2, a, b), moved, cache)
-        tokens = prefixes[:, :, index]
+        half = index == length // 2
+        ancestors = jnp.where(half[:, None, None, None], moved.ancestors, cache.ancestors)
+        tokens = jnp.take_along_axis(prefixes, index[:, None, None], axis=2)[:, :, 0]
+        cache = cache._replace(ancestors=ancestors)
         return model.decode_step(tokens, index, cache, memories, source_mask)[::-1]
 
     cache = model.init_cache(*prefixes.shape)
-    _, logits = jax.lax.scan(step, cache, jnp.arange(length))
-    return jnp.moveaxis(logits, 0, 2)
+    _, logits = jax.lax.scan(step, cache, jnp.arange(length + batch))
+    by_row = [logits[row : row + length, row] for row in range(batch)]
+    return jnp.moveaxis(jnp.stack(by_row), 1, 2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -235,19 +250,6 @@ def test_a_reordered_cache_continues_the_reordered_prefixes(params, outputs):
     np.testing.assert_allclose(cached[:, :, half:], full[:, :, half:], atol=1e-5)
 
 
-def test_a_cache_that_grows_on_the_way_changes_nothing(params, outputs):
-    model, source_mask = build(CONFIG, params), padding_mask(SOURCE)
-    memories, step = model.memory_keys_values(outputs[0]), jax.jit(model.decode_step)
-    full = full_logits(CONFIG, params, PREFIXES, outputs[0], SOURCE)
-    cache = model.init_cache(5, HYPOTHESES, 0)
-    for index in range(TARGET_LENGTH):
-        if index in (0, 2, 5):
-            cache = cache.grown({0: 2, 2: 5, 5: TARGET_LENGTH}[index])
-        tokens = PREFIXES[:, :, index], jnp.int32(index)
-        logits, cache = step(*tokens, cache, memories, source_mask)
-        np.testing.assert_allclose(logits, full[:, :, index], atol=1e-5)
-
-
 def test_keys_and_values_are_held_once_for_each_token_and_those_of_the_memory_per_sentence(
     params, outputs
 ):
@@ -256,10 +258,17 @@ def test_keys_and_values_are_held_once_for_each_token_and_those_of_the_memory_pe
     assert ancestors.shape == (5, HYPOTHESES, 23, HYPOTHESES)
     assert len(layers) == CONFIG.num_layers
     for layer in layers:
-        assert layer.keys.shape == (5, 2, 7, 23 * HYPOTHESES)
-        assert layer.values.shape == (5, 2, 23 * HYPOTHESES, 17)
+        for block, positions in zip(layer, (5, 5, 5, 5, 3), strict=True):
+            assert block.keys.shape == (5, 2, 7, positions * HYPOTHESES)
+            assert block.values.shape == (5, 2, positions * HYPOTHESES, 17)
     memories = [leaf.shape for leaf in jax.tree.leaves(model.memory_keys_values(outputs[0]))]
     assert memories == [(5, 2, SOURCE_LENGTH, 7), (5, 2, SOURCE_LENGTH, 17)] * CONFIG.num_layers
+
+
+def test_blocks_of_a_cache_are_small_at_first_and_have_room_for_all():
+    assert cache_blocks(13) == [5, 5, 3]
+    assert cache_blocks(53) == [5, 5, 5, 5, 5, 6, 7, 9, 6]
+    assert all(sum(cache_blocks(length)) == length for length in range(1, 307))
 
 
 def test_what_the_cache_holds_beyond_the_index_is_not_read(params, outputs):
@@ -268,7 +277,7 @@ def test_what_the_cache_holds_beyond_the_index_is_not_read(params, outputs):
     clean = model.init_cache(5, HYPOTHESES, 4)
     dirty = clean._replace(layers=jax.tree.map(lambda leaf: leaf + 1e30, clean.layers))
     for index in range(2):
-        tokens = PREFIXES[:, :, index], jnp.int32(index)
+        tokens = PREFIXES[:, :, index], jnp.full(5, index)
         wanted, clean = step(*tokens, clean, memories, source_mask)
         logits, dirty = step(*tokens, dirty, memories, source_mask)
         np.testing.assert_array_equal(logits, wanted)

@@ -42,18 +42,20 @@ def test_rows_are_narrowed_each_by_itself_and_what_is_forbidden_stays_so():
     assert found.astype(int).tolist() == [[0, 1, 0, 1, 1], [1, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
 
 
-def draw(keys, probabilities=ROW, length=3, **options):
+def draw(keys, probabilities=ROW, length=3, rows=None, **options):
     """Every step has the same probabilities; token 0 is EOS."""
     row = jnp.log(jnp.array(probabilities))
 
-    def step_fn(tokens, cache, index):
+    def step_fn(tokens, cache, index, keys):
         return jnp.broadcast_to(row, (*tokens.shape, len(probabilities))), cache
 
     return jax.device_get(
         sample(
             step_fn,
             {},
-            keys=keys,
+            keys,
+            rows=rows or len(keys),
+            keys=lambda keys: keys,
             bos_id=7,
             eos_id=0,
             pad_id=8,
@@ -81,11 +83,19 @@ def test_tokens_come_as_often_as_they_are_likely_and_scores_are_the_model_s():
         assert (found.finished[:, 0] == [ids[-1] == 0 for ids in tokens]).all()
 
 
+def test_draws_are_made_in_float64_where_jax_is():
+    with jax.enable_x64(True):
+        found = draw(jax.random.split(jax.random.key(7), 3))
+    assert found.scores.dtype == np.float64
+    assert found.tokens.dtype == np.int32
+
+
 def test_a_draw_depends_on_its_own_key_alone_and_changes_from_step_to_step():
     keys = jax.random.split(jax.random.key(5), 11)
     together = draw(keys, length=9)
     backwards = draw(keys[::-1], length=9)
     np.testing.assert_array_equal(together.tokens, backwards.tokens[::-1])
     np.testing.assert_array_equal(together.tokens[4:5], draw(keys[4:5], length=9).tokens)
+    np.testing.assert_array_equal(together.tokens, draw(keys, length=9, rows=1).tokens)
     assert len({tuple(row) for row in together.tokens[:, 0].tolist()}) > 5
     assert max(len(set(row)) for row in together.tokens[:, 0].tolist()) > 2

@@ -11,7 +11,6 @@ import pytest
 
 from flaxformer_min.constraints import all_but
 from flaxformer_min.search import (
-    FIRST_ROOM,
     Hypotheses,
     beam_search,
     greedy_search,
@@ -46,13 +45,15 @@ C = [[[0.2, 0.1, 0.7]], [[0.4, 0.1, 0.5]]]
 def search_tables(tables: list, beam: int, alpha: float, n_best: int) -> Hypotheses:
     probabilities = jnp.array(tables)  # [B, step, M, V]
 
-    def step_fn(tokens, cache, index):
+    def step_fn(tokens, cache, index, sentences):
         del tokens
-        return jnp.log(probabilities[:, index]), cache
+        return jnp.log(sentences[jnp.arange(len(index)), index]), cache
 
     search = functools.partial(
         beam_search,
         step_fn,
+        sentences=probabilities,
+        rows=len(tables),
         bos_id=0,
         eos_id=1,
         pad_id=0,
@@ -100,9 +101,9 @@ def test_a_search_for_one_stops_before_a_search_for_two():
     steps = []
     probabilities = jnp.array(A)
 
-    def step_fn(tokens, cache, index):
-        jax.debug.callback(lambda index: steps.append(int(index)), index)
-        return jnp.log(probabilities[index])[None], cache
+    def step_fn(tokens, cache, index, sentences):
+        jax.debug.callback(lambda index: steps.append(int(index)), index[0])
+        return jnp.log(probabilities[index]), cache
 
     counts = []
     for n_best in (1, 2):
@@ -110,6 +111,8 @@ def test_a_search_for_one_stops_before_a_search_for_two():
         search = functools.partial(
             beam_search,
             step_fn,
+            sentences=(),
+            rows=1,
             bos_id=0,
             eos_id=1,
             pad_id=0,
@@ -129,7 +132,7 @@ def test_a_search_for_one_stops_before_a_search_for_two():
 
 
 @functools.partial(
-    jax.jit, static_argnames=("length", "beam", "n_best", "eos", "forbidden", "search")
+    jax.jit, static_argnames=("length", "beam", "n_best", "eos", "forbidden", "search", "rows")
 )
 def search_prefixes(
     log_probs: jax.Array,  # [B, prefixes, V], prefixes numbered by prefix_number
@@ -142,12 +145,14 @@ def search_prefixes(
     eos: int = 0,
     forbidden: tuple[int, ...] = (),
     search: Callable[..., Hypotheses] = beam_search,
+    rows: int | None = None,  # of all sentences by default
 ) -> Hypotheses:
     batch, _, vocab = log_probs.shape
+    rows = rows or batch
 
-    def step_fn(tokens, prefix, index):
+    def step_fn(tokens, prefix, index, log_probs):
         longer = prefix * (vocab + 1) + tokens + 1
-        prefix = jnp.where(index == 0, jnp.zeros_like(prefix), longer)
+        prefix = jnp.where(index[:, None] == 0, 0, longer)
         return jnp.take_along_axis(log_probs, prefix[:, :, None], axis=1), prefix
 
     if max_lengths is None:
@@ -155,14 +160,16 @@ def search_prefixes(
     more = {} if search is greedy_search else {"beam_size": beam, "n_best": n_best}
     return search(
         step_fn,
-        jnp.zeros((batch, beam), jnp.int32),
+        jnp.zeros((rows, beam), jnp.int32),
+        log_probs,
+        rows=rows,
         bos_id=vocab,
         eos_id=eos,
         pad_id=vocab + 1,
         max_lengths=max_lengths,
         length=length,
         length_penalty_alpha=alpha,
-        allowed=lambda tokens, index: all_but(forbidden, vocab),
+        allowed=lambda tokens, index, sentences: all_but(forbidden, vocab),
         **more,
     )
 
@@ -317,21 +324,31 @@ def test_beam_one_is_greedy_and_follows_the_likeliest_token():
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_a_sentence_gives_the_same_bits_alone_and_among_neighbours(beam):
-    length, vocab, batch = 6, 4, 7
+def test_a_sentence_gives_the_same_bits_alone_among_neighbours_and_after_others_in_its_row(beam):
+    length, vocab, batch = 6, 4, 14
     log_probs = jnp.array(random_models(11, batch, length, vocab, scale=2.0), jnp.float32)
-    limits = jnp.array([6, 2, 6, 5, 1, 6, 4])
-    together = jax.device_get(
-        search_prefixes(log_probs, length, beam, 0.6, beam, max_lengths=limits)
-    )
+    limits = jnp.array([6, 2, 6, 5, 1, 6, 4, 3, 6, 6, 0, 5, 6, 2])
+
+    def search(which, rows):
+        return jax.device_get(
+            search_prefixes(
+                log_probs[which],
+                length,
+                beam,
+                0.6,
+                beam,
+                max_lengths=limits[which],
+                rows=rows,
+            )
+        )
+
+    together = search(slice(None), batch)
+    assert len(set(together.lengths[:, 0].tolist())) > 3  # rows are free at different steps
+    for rows in (1, 2, 7):
+        jax.tree.map(np.testing.assert_array_equal, search(slice(None), rows), together)
     for i in range(batch):
-        one = slice(i, i + 1)
-        alone = jax.device_get(
-            search_prefixes(log_probs[one], length, beam, 0.6, beam, max_lengths=limits[one])
-        )
-        jax.tree.map(
-            lambda a, b, one=one: np.testing.assert_array_equal(a[one], b), together, alone
-        )
+        alone = search(slice(i, i + 1), 1)
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b[0]), together, alone)
 
 
 @pytest.mark.parametrize("beam", [1, 2])
@@ -423,44 +440,6 @@ def test_equal_candidates_come_in_the_order_of_beams_and_ids():
     log_probs = jnp.log(jnp.full((1, 5**2, 4), 0.25))
     found = search_prefixes(log_probs, 3, 3, 0.0, 3, eos=3)
     assert [ids(found, 0, rank) for rank in range(3)] == [[3], [0, 3], [0, 0, 3]]
-
-
-@pytest.mark.parametrize("beam", [1, 3])
-def test_a_cache_that_grows_gives_the_bits_of_one_with_room_for_all(beam):
-    """The next token's distribution is a row of a table that all tokens so far decide together."""
-    vocab, length = 7, 37
-    logits = 2.0 * np.random.default_rng(23).normal(size=(5, 101, vocab))
-    logits[:, :, 0] -= 4.0  # EOS
-    log_probs = jax.nn.log_softmax(jnp.array(logits, jnp.float32))
-    rooms = []
-
-    def step_fn(tokens, past, index):
-        past = past.at[:, :, index].set(tokens)
-        row = (past * (1 + jnp.arange(past.shape[2]))[None, None]).sum(2) % 101
-        return jnp.take_along_axis(log_probs, row[:, :, None], axis=1), past
-
-    def grow(past, room):
-        rooms.append(room)
-        return jnp.pad(past, [(0, 0), (0, 0), (0, room - past.shape[2])])
-
-    def search(room, grow):
-        return beam_search(
-            step_fn,
-            jnp.zeros((5, beam, room), jnp.int32),
-            bos_id=1,
-            eos_id=0,
-            pad_id=8,
-            max_lengths=jnp.array([37, 16, 17, 33, 5]),
-            length=length,
-            beam_size=beam,
-            length_penalty_alpha=1.0,
-            grow=grow,
-        )
-
-    whole = jax.jit(lambda: search(length, None))()
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: search(0, grow))(), whole)
-    assert rooms == [FIRST_ROOM, 32, length]
-    assert np.sum(whole.lengths > 32) and np.sum(whole.lengths <= FIRST_ROOM)
 
 
 @pytest.mark.parametrize("size", [1, 7, 127, 131, 251 * 5, 97 * 64])

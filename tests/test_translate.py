@@ -240,7 +240,7 @@ def test_new_weights_and_more_lines_compile_nothing_new(tokenizer):
     few, many = sentences(3, seed=6), sentences(140, seed=7)
     before = translator.translate(few)
     widths = {
-        width for _, width, _ in plan_batches([len(tokenizer.encode(s)) for s in few], MAX_LENGTH)
+        width for width, _ in plan_batches([len(tokenizer.encode(s)) for s in few], MAX_LENGTH)
     }
     assert translator._search._cache_size() == len(widths) == 1
     translator.params = jax.tree.map(jnp.array, random_params(4, tokenizer))
@@ -281,6 +281,39 @@ def test_one_device_gives_the_bits_of_eight(translator):
     alone = Translator(CONFIG, translator.tokenizer, translator.params, devices=jax.devices()[:1])
     assert alone.translate(lines) == expected
     assert alone.score(pairs) == scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(beam_size=1, min_length=5),
+        Options(n_best=2, no_repeat_ngram_size=2),
+        Options(sample=True, n_best=3, top_p=0.9),
+    ],
+    ids=["greedy", "beam", "sample"],
+)
+def test_lines_that_follow_others_in_their_rows_are_translated_as_those_that_do_not(
+    translator, options
+):
+    """On one device 30 lines share 16 rows; on eight each has a row. An ensemble, with prefixes."""
+    tokenizer, count = translator.tokenizer, 60
+    short = [line for line in sentences(400, seed=30) if len(tokenizer.encode(line)) <= 16]
+    lines, prefixes = short[:count], [*sentences(count - 20, seed=31), *[""] * 20]
+    prefixes = [prefix[: len(line)] for prefix, line in zip(prefixes, lines, strict=True)]
+    alone, eight = (
+        Translator(
+            CONFIG,
+            tokenizer,
+            translator.params,
+            others=[(CONFIG.model, random_params(5, tokenizer))],
+            devices=devices,
+        )
+        for devices in (jax.devices()[:1], jax.devices())
+    )
+    found = eight.translate(lines, options, prefixes=prefixes)
+    assert alone.translate(lines, options, prefixes=prefixes) == found
+    assert len({len(each.tokens) for each in found}) > 5
+    assert len({each.text for each in found}) > 40
 
 
 def test_two_threads_give_what_one_gives(translator):
@@ -428,7 +461,7 @@ def test_scores_are_the_training_loss_without_smoothing(translator):
     tokenizer = translator.tokenizer
     pairs = list(zip(sentences(9, seed=3), sentences(9, seed=4), strict=True))
     sides = [[tokenizer.encode(pair[side]) for pair in pairs] for side in (0, 1)]
-    batch = Batch(*(padded(side, 9, MAX_LENGTH, tokenizer.pad_id) for side in sides))
+    batch = Batch(*(padded(side, MAX_LENGTH, tokenizer.pad_id) for side in sides))
     graphdef, _ = split_model(CONFIG.model, tokenizer.vocab_size)
     ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id}
     loss, tokens = loss_sums(graphdef, translator.params, batch, **ids, smoothing=0.0)
