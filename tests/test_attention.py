@@ -236,11 +236,11 @@ def test_bfloat16_inputs_get_a_float32_softmax_and_a_bfloat16_output(inputs, mas
 
 
 def test_blocks_in_bfloat16_are_summed_in_float32():
-    """1,024 values of 1 and 0 in turn: a sum in bfloat16 would stop at 256."""
-    ones = jnp.ones((1, 1, 1024, K), jnp.bfloat16)
-    value = (jnp.arange(1024) % 2)[None, None, :, None].astype(jnp.bfloat16)
-    allowed = jnp.ones((1, 1, 1, 1024), bool)
-    blocks = in_blocks(ones, value, allowed, [32] * 32, [True] * 32)
+    """The first half of 1,022 values is 1: a sum in bfloat16 would lose units from 256 on."""
+    ones = jnp.ones((1, 1, 1022, K), jnp.bfloat16)
+    value = (jnp.arange(1022) < 511)[None, None, :, None].astype(jnp.bfloat16)
+    allowed = jnp.ones((1, 1, 1, 1022), bool)
+    blocks = in_blocks(ones, value, allowed, [73] * 14, [True] * 14)
     found = attend_blocks(ones[:, :, :1], blocks)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found.astype(jnp.float32), [[[[0.5]]]])
