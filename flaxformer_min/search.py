@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from flaxformer_min.refill import Prepare, Step, Stepped, through_rows
 
-# (tokens, cache, index, sentences) -> (log-probabilities, cache)
+# (tokens, cache, index, what `prepare` gives of the sentences) -> (log-probabilities, cache)
 StepFn = Callable[
     [Int[Array, "B M"], PyTree, Int[Array, " B"], PyTree], tuple[Float[Array, "B M V"], PyTree]
 ]
@@ -133,8 +133,7 @@ def beam_search(
     not mix, so neighbours do not matter. What is alive then is scored at its length and comes last.
     What is not allowed loses its probability without renormalisation: scores stay the model's.
 
-    `rows` = B sentences are searched at a time, of leaves [Q, ...]; B of them are prepared at a
-    time (refill.py), and what that gives, [B, ...], is passed to step_fn and allowed.
+    `rows` = B of the sentences are prepared at a time and searched at a time (refill.py).
     Shapes: cache leaves [B, M, ...], with room for `length` tokens; the result is [Q, N, T] with
     N = n_best <= beam_size and T = length. beam_size 1 is greedy search by definition.
     """
@@ -158,11 +157,10 @@ def beam_search(
     def step(state: _State, cache: PyTree, ready: _Limited) -> Stepped:
         log_probs, cache = _next(step_fn, allowed, state.alive, cache, ready.sentences)
         candidates, last, parents = _extend(state.alive, log_probs)
-        ended = last == eos_id
-        pool = _join(state.finished, _only(candidates, ended))
-        finished, _ = _best(pool, _scores(pool, length_penalty_alpha), beam_size)
-        going = _only(candidates, ~ended)
+        going = _only(candidates, last != eos_id)
         alive, kept = _best(going, going.log_probs, beam_size)
+        pool = _join(state.finished, _only(candidates, last == eos_id))
+        finished, _ = _best(pool, _scores(pool, length_penalty_alpha), beam_size)
         done = _settled(alive, finished, ready.max_lengths, length_penalty_alpha, n_best)
         return _State(alive, finished), move(cache, take(parents, kept)), done
 
