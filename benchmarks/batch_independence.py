@@ -15,11 +15,13 @@ import sys
 
 import jax
 
-from flaxformer_min import decoding, shapes
-from flaxformer_min.checkpoint import load_for_inference
-from flaxformer_min.parallel import read_lines, read_pairs
-from flaxformer_min.search import length_penalty
-from flaxformer_min.translate import Translation, Translator
+from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.data.lines import read_lines
+from flaxformer_min.data.sources import read_pairs
+from flaxformer_min.decoding import batches as shapes
+from flaxformer_min.decoding import programs as decoding
+from flaxformer_min.decoding.search import length_penalty
+from flaxformer_min.decoding.translator import Translation, Translator
 
 ROWS, TOLERANCE = (1, 2, 7, 64), 1e-5
 

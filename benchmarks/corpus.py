@@ -22,15 +22,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from flaxformer_min.batching import Batch, BatchPlan, assemble, batch_iterator
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config
-from flaxformer_min.corpus import EncodedCorpus, prepare_split
-from flaxformer_min.parallel import read_pairs
-from flaxformer_min.schedule import make_optimizer
-from flaxformer_min.state import init_state, split_model
-from flaxformer_min.step import make_train_step
-from flaxformer_min.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.data.batching import BatchPlan, assemble, batch_iterator
+from flaxformer_min.data.corpus import EncodedCorpus, prepare_split
+from flaxformer_min.data.sources import read_pairs
+from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.model.build import split_model
+from flaxformer_min.training.loss import make_loss
+from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.state import init_state
+from flaxformer_min.training.step import make_train_step
 
 RECIPE = Path(__file__).parent.parent / "configs" / "multi30k_en_de.py"
 NAMES = ("train.en", "train.de")
@@ -158,9 +161,8 @@ def take_steps(folder: Path, pairs: int) -> str:
     batch = assemble(plan, corpus, pad_id, step=0)
     optimizer = make_optimizer(config.optimizer, config.model.d_model)
     graphdef, _ = split_model(config.model, config.data.vocab_size)
-    train_step = jax.jit(
-        make_train_step(graphdef, optimizer, pad_id=pad_id, bos_id=2, smoothing=0.1)
-    )
+    loss = make_loss(graphdef, pad_id=pad_id, bos_id=2, smoothing=0.1)
+    train_step = jax.jit(make_train_step(loss, optimizer))
     state, key = init_state(config.model, config.data.vocab_size, optimizer, 1), jax.random.key(1)
     state, _ = jax.block_until_ready(train_step(state, batch, key))  # compiles
     batches = batch_iterator(plan, corpus, pad_id, start_step=0)

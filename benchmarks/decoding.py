@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from peers import Ids, Program, ctranslate2, marian, this_program
 
-from flaxformer_min.parallel import read_lines
-from flaxformer_min.phrases import phrase
-from flaxformer_min.translate import Translator
+from flaxformer_min.data.lines import read_lines
+from flaxformer_min.data.phrases import phrase
+from flaxformer_min.decoding.translator import Translator
 
 BEAMS = (5, 1)
 TRIED_LINES = 256  # with which a peer's settings are tried

@@ -6,11 +6,12 @@ of a look-up of the nearest training phrase; then BLEU, and a few translations t
 
 import argparse
 
-from flaxformer_min.evaluate import bleu_record
-from flaxformer_min.lookup import nearest_neighbours
-from flaxformer_min.parallel import read_pairs
-from flaxformer_min.phrases import Phrase, exact_match_by_category, phrase
-from flaxformer_min.translate import Translator
+from benchmarks.exact_match import exact_match_by_category
+from benchmarks.lookup import nearest_neighbours
+from flaxformer_min.data.phrases import Phrase, phrase
+from flaxformer_min.data.sources import read_pairs
+from flaxformer_min.decoding.bleu import bleu_record
+from flaxformer_min.decoding.translator import Translator
 
 TESTED, SHOWN = 1000, 12  # phrases
 

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 
 from benchmarks.sizes import SMALL
 from benchmarks.training import model_config
-from flaxformer_min.batching import Batch
 from flaxformer_min.config import OptimizerConfig
-from flaxformer_min.schedule import make_optimizer
-from flaxformer_min.state import split_model, state_shapes
-from flaxformer_min.step import make_train_step
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.model.build import split_model
+from flaxformer_min.training.loss import make_loss
+from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.state import state_shapes
+from flaxformer_min.training.step import make_train_step
 
 ROWS = (32, 128, 512, 1_024)
 
@@ -28,7 +30,7 @@ def work_space(rows: int, length: int, *, remat: bool = False, scan_layers: bool
     model = dataclasses.replace(model_config(SMALL), remat=remat, scan_layers=scan_layers)
     optimizer = make_optimizer(OptimizerConfig(), model.d_model)
     graphdef, _ = split_model(model, SMALL.vocab_size)
-    step = make_train_step(graphdef, optimizer, pad_id=0, bos_id=2, smoothing=0.1)
+    step = make_train_step(make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1), optimizer)
     state = state_shapes(model, SMALL.vocab_size, optimizer)
     side = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     lowered = jax.jit(step, donate_argnums=0).lower(state, Batch(side, side), jax.random.key(1))

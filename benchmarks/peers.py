@@ -13,14 +13,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from flaxformer_min.blocks import LAYER_NORM_EPSILON
-from flaxformer_min.decoding import score_batch
-from flaxformer_min.options import Options
-from flaxformer_min.positions import sinusoidal_positions
-from flaxformer_min.shapes import padded
-from flaxformer_min.state import split_model
-from flaxformer_min.tokenizer import Tokenizer
-from flaxformer_min.translate import Translator
+from flaxformer_min.data.batch import padded
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.programs import score_batch
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.model.build import split_model
+from flaxformer_min.model.layers import LAYER_NORM_EPSILON
+from flaxformer_min.model.positions import sinusoidal_positions
 
 BATCH_SIZES = (8, 16, 32, 64, 128)  # sentences, tried with the peers
 SCORED_AT_ONCE = 50

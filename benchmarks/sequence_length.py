@@ -24,14 +24,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from flaxformer_min.batching import Batch
-from flaxformer_min.blocks import FeedForward, MultiHeadAttention
 from flaxformer_min.config import ModelConfig, OptimizerConfig
-from flaxformer_min.heap import keep_work_space
-from flaxformer_min.masks import causal_mask
-from flaxformer_min.schedule import make_optimizer
-from flaxformer_min.state import init_state, split_model
-from flaxformer_min.step import make_train_step
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.model.build import split_model
+from flaxformer_min.model.layers import FeedForward, MultiHeadAttention
+from flaxformer_min.model.masks import causal_mask
+from flaxformer_min.system.malloc import keep_work_space
+from flaxformer_min.training.loss import make_loss
+from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.state import init_state
+from flaxformer_min.training.step import make_train_step
 
 MODEL = ModelConfig(num_layers=2, max_length=8192)
 VOCAB_SIZE = 8_000
@@ -67,7 +69,7 @@ def layers() -> dict[str, Callable[[int], tuple[Any, tuple[Any, ...]]]]:
 def whole_step(length: int) -> tuple[Any, tuple[Any, ...]]:
     optimizer = make_optimizer(OptimizerConfig(), MODEL.d_model)
     graphdef, _ = split_model(MODEL, VOCAB_SIZE)
-    step = make_train_step(graphdef, optimizer, pad_id=0, bos_id=2, smoothing=0.1)
+    step = make_train_step(make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1), optimizer)
     state = jax.jit(lambda: init_state(MODEL, VOCAB_SIZE, optimizer, 1))()
     tokens = jax.random.randint(jax.random.key(1), (1, length), 4, VOCAB_SIZE)
     arguments = state, Batch(tokens, tokens), jax.random.key(2)

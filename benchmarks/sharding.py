@@ -16,11 +16,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from flaxformer_min.batching import Batch
 from flaxformer_min.config import MeshConfig, ModelConfig
-from flaxformer_min.sharding import ROWS, make_mesh, shardings
-from flaxformer_min.state import init_state, split_model
-from flaxformer_min.step import make_train_step
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.model.build import split_model
+from flaxformer_min.training.loss import make_loss
+from flaxformer_min.training.sharding import ROWS, make_mesh, shardings
+from flaxformer_min.training.state import init_state
+from flaxformer_min.training.step import make_train_step
 
 MESHES = [(1, 1, 1), (8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8)]
 MODEL = ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=8, d_k=8, d_v=8, dropout=0.1)
@@ -54,10 +56,8 @@ def train(sizes: tuple[int, int, int], steps: int) -> tuple[np.ndarray, int, int
     mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
     adam = optax.adam(PEAK, b1=0.9, b2=0.98, eps=1e-9)
     graphdef, _ = split_model(MODEL, VOCAB)
-    step = jax.jit(
-        make_train_step(graphdef, adam, pad_id=0, bos_id=2, smoothing=0.1, mesh=mesh),
-        donate_argnums=0,
-    )
+    loss = make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1, mesh=mesh)
+    step = jax.jit(make_train_step(loss, adam), donate_argnums=0)
 
     def init():
         return init_state(MODEL, VOCAB, adam, seed=1)

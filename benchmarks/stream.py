@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jax
 
-from flaxformer_min.options import Options
-from flaxformer_min.streams import translate_stream
-from flaxformer_min.translate import Translator
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.streams import translate_stream
+from flaxformer_min.decoding.translator import Translator
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -35,18 +35,20 @@ def ours(size: Size) -> Step:
     """The step that `train.py` runs, in a process set up as it does."""
     import jax
 
-    from flaxformer_min.batching import Batch
     from flaxformer_min.config import OptimizerConfig
-    from flaxformer_min.heap import keep_work_space
-    from flaxformer_min.schedule import make_optimizer
-    from flaxformer_min.state import init_state, split_model
-    from flaxformer_min.step import make_train_step
+    from flaxformer_min.data.batch import Batch
+    from flaxformer_min.model.build import split_model
+    from flaxformer_min.system.malloc import keep_work_space
+    from flaxformer_min.training.loss import make_loss
+    from flaxformer_min.training.optimizer import make_optimizer
+    from flaxformer_min.training.state import init_state
+    from flaxformer_min.training.step import make_train_step
 
     keep_work_space()
     model = model_config(size)
     optimizer = make_optimizer(OptimizerConfig(), model.d_model)
     graphdef, _ = split_model(model, size.vocab_size)
-    train_step = make_train_step(graphdef, optimizer, pad_id=0, bos_id=2, smoothing=0.1)
+    train_step = make_train_step(make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1), optimizer)
     step = jax.jit(train_step, donate_argnums=0)
     state = jax.jit(lambda: init_state(model, size.vocab_size, optimizer, 1))()
     key = jax.random.key(1)
@@ -139,11 +141,11 @@ def full_batches(rows: int, length: int, size: Size, count: int = 3) -> Batches:
 
 def corpus_batches(data_dir: str | None, size: Size, cache: Path, count: int = 8) -> Batches:
     """The first batches of an epoch at 4,096 tokens and at most 4 shapes."""
-    from flaxformer_min.batching import BatchPlan, assemble
     from flaxformer_min.config_file import load_config
-    from flaxformer_min.corpus import prepare_split
-    from flaxformer_min.parallel import read_pairs
-    from flaxformer_min.tokenizer import prepare_tokenizer
+    from flaxformer_min.data.batching import BatchPlan, assemble
+    from flaxformer_min.data.corpus import prepare_split
+    from flaxformer_min.data.sources import read_pairs
+    from flaxformer_min.data.tokenizer import prepare_tokenizer
 
     configs = Path(__file__).parent.parent / "configs"
     name, flags = "demo.py", []

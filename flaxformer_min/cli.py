@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from flaxformer_min.errors import UserError
-from flaxformer_min.manifest import CheckpointError
+from flaxformer_min.system.sealed import CheckpointError
 
 if TYPE_CHECKING:
-    from flaxformer_min.options import Options
+    from flaxformer_min.decoding.options import Options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,7 +81,10 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from flaxformer_min.config_file import load_config
 
     config = load_config(options.config, overrides)
-    from flaxformer_min import distributed, ending, heap, training
+    from flaxformer_min.system import failures as ending
+    from flaxformer_min.system import malloc as heap
+    from flaxformer_min.system import processes as distributed
+    from flaxformer_min.training import loop as training
 
     heap.keep_work_space()
     distributed.initialize(options.coordinator, options.processes, options.process)
@@ -96,8 +99,8 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> None:
     from flaxformer_min.config_file import load_config
 
     config = load_config(options.config, overrides)
-    from flaxformer_min.plan import make_plan
-    from flaxformer_min.plan_report import to_json, to_text
+    from flaxformer_min.planning.plan import make_plan
+    from flaxformer_min.planning.report import to_json, to_text
 
     found = make_plan(config, options.topology, options.lengths)
     print(to_json(found) if options.json else to_text(found))
@@ -105,9 +108,9 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> None:
 
 def translate(options: argparse.Namespace, _: list[str]) -> None:
     """Reads standard input, writes one line for each of its lines, in order."""
-    from flaxformer_min.attention_file import attention_file
-    from flaxformer_min.streams import translate_stream
-    from flaxformer_min.translate import Translator
+    from flaxformer_min.decoding.attention_file import attention_file
+    from flaxformer_min.decoding.streams import translate_stream
+    from flaxformer_min.decoding.translator import Translator
 
     if options.average_heads and options.attention is None:
         raise UserError("--average-heads belongs to --attention FILE: give both or neither")
@@ -132,7 +135,7 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
 
 def score(options: argparse.Namespace, _: list[str]) -> None:
     """Writes the log-probability of each target given its source, one a line, EOS included."""
-    from flaxformer_min.translate import Translator
+    from flaxformer_min.decoding.translator import Translator
 
     pairs = list(_pairs(options.source, options.target))
     translator = Translator.load(*options.dir, step=options.step)
@@ -148,9 +151,9 @@ def score(options: argparse.Namespace, _: list[str]) -> None:
 
 def evaluate(options: argparse.Namespace, _: list[str]) -> None:
     """Translates SOURCE, or the config's test split, and writes its BLEU record as JSON."""
-    from flaxformer_min.evaluate import evaluate as evaluate_pairs
-    from flaxformer_min.parallel import read_pairs
-    from flaxformer_min.translate import Translator
+    from flaxformer_min.data.sources import read_pairs
+    from flaxformer_min.decoding.bleu import evaluate as evaluate_pairs
+    from flaxformer_min.decoding.translator import Translator
 
     if (options.source is None) != (options.reference is None):
         raise UserError("--source and --reference belong together: give both or neither")
@@ -164,7 +167,7 @@ def evaluate(options: argparse.Namespace, _: list[str]) -> None:
 
 def average(options: argparse.Namespace, _: list[str]) -> None:
     """Averages the parameters of the last checkpoints, by step number, in float32."""
-    from flaxformer_min.average import average as average_checkpoints
+    from flaxformer_min.checkpoints.average import average as average_checkpoints
 
     steps = average_checkpoints(options.dir, options.output, last=options.last)
     print(f"{options.output}: the average of steps {', '.join(map(str, steps))}", file=sys.stderr)
@@ -172,7 +175,7 @@ def average(options: argparse.Namespace, _: list[str]) -> None:
 
 def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
     """The pairs of two files; raises UserError naming both if their line counts differ."""
-    from flaxformer_min.parallel import read_lines
+    from flaxformer_min.data.lines import read_lines
 
     sources, targets = list(read_lines(source)), list(read_lines(target))
     if len(sources) != len(targets):
@@ -286,7 +289,7 @@ def _add_translate_flags(parser: _Parser) -> None:
 
 def _search_options(options: argparse.Namespace) -> "Options":
     """The flags of `_add_search_flags` and `_add_translate_flags` that were given."""
-    from flaxformer_min.options import Options
+    from flaxformer_min.decoding.options import Options
 
     names = {field.name for field in dataclasses.fields(Options)} - {"attention"}
     return Options(**{name: value for name, value in vars(options).items() if name in names})

@@ -22,8 +22,8 @@ import jax
 import pytest
 import tiny_config
 
-from flaxformer_min import training
 from flaxformer_min.config import Config
+from flaxformer_min.training import loop as training
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -116,7 +116,9 @@ def worst_difference(one: Path, other: Path) -> float:
 
 def main() -> int:
     silence, accidents = json.loads(sys.argv[1])
-    from flaxformer_min import cli, ending, training
+    from flaxformer_min import cli
+    from flaxformer_min.system import failures as ending
+    from flaxformer_min.training import loop as training
 
     ending.SILENCE = silence
     step, calls = training.Trainer.step, itertools.count(1)

@@ -3,13 +3,15 @@
 Sizes are distinct primes: B 2, H 3, T 5, K 7, S 11, U 13.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_transformer as reference
 import pytest
 from jaxtyping import TypeCheckError
-from test_model import (
+from tiny_model import (
     CONFIG,
     SOURCE,
     TARGET_IN,
@@ -19,15 +21,15 @@ from test_model import (
     silenced,
 )
 
-from flaxformer_min.attention import Block, attend_blocks, scaled_dot_product_attention
-from flaxformer_min.masks import padding_mask
+from flaxformer_min.model.attention import attend, scaled_dot_product_attention
+from flaxformer_min.model.cached import MaskedBlock, attend_blocks
+from flaxformer_min.model.dropout import dropout
+from flaxformer_min.model.masks import padding_mask
 
 B, H, T, K, S, U = 2, 3, 5, 7, 11, 13
 ALL = jnp.ones((1, 1, 1, S), bool)
 
-attention = jax.jit(
-    scaled_dot_product_attention, static_argnames=("dropout_rate", "return_weights")
-)
+attention = jax.jit(scaled_dot_product_attention, static_argnames="return_weights")
 
 
 def normal(seed, *shape):
@@ -58,7 +60,7 @@ def in_blocks(key, value, mask, sizes, needed):
     for size, need in zip(sizes, needed, strict=True):
         here = slice(first, first + size)
         keys = key[:, :, here].swapaxes(2, 3)
-        blocks.append(Block(keys, value[:, :, here], mask[..., here], jnp.array(need)))
+        blocks.append(MaskedBlock(keys, value[:, :, here], mask[..., here], jnp.array(need)))
         first += size
     return blocks
 
@@ -262,8 +264,8 @@ def test_dropout_acts_on_the_weights_that_are_read_and_not_on_those_returned():
     query, key = normal(1, 2, 3, 41, K), normal(2, 2, 3, 43, K)
     identity = jnp.broadcast_to(jnp.eye(43), (2, 3, 43, 43))  # the output is what was read
     mask = jnp.ones((1, 1, 1, 43), bool)
-    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(0), "return_weights": True}
-    read, weights = attention(query, key, identity, mask, **options)
+    drop = functools.partial(dropout, rate=0.3, key=jax.random.key(0))
+    read, weights = jax.jit(attend, static_argnums=4)(query, key, identity, mask, drop)
     np.testing.assert_array_equal(weights, weights_of(query, key, mask))
     kept = np.asarray(read) != 0
     np.testing.assert_allclose(kept.mean(), 0.7, atol=0.02)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flaxformer_min import blocks
-from flaxformer_min.attention_file import attention_file
-from flaxformer_min.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.decoding.attention_file import attention_file
 from flaxformer_min.errors import UserError
-from flaxformer_min.model import Transformer
-from flaxformer_min.step import forced_states
+from flaxformer_min.model import layers as blocks
+from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
+from flaxformer_min.model.teacher_forcing import forced_states
+from flaxformer_min.model.transformer import Transformer
 
 LAYERS, HEADS = 2, 3
 CONFIG = ModelConfig(

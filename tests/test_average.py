@@ -15,12 +15,12 @@ from tiny_checkpoints import (
     saved,
 )
 
-from flaxformer_min import average as room
-from flaxformer_min.average import average
-from flaxformer_min.checkpoint import load_for_inference
-from flaxformer_min.checkpoint_directory import read_meta
+from flaxformer_min.checkpoints import average as room
+from flaxformer_min.checkpoints.average import average
+from flaxformer_min.checkpoints.format import read_meta
+from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.errors import UserError
-from flaxformer_min.manifest import CheckpointError
+from flaxformer_min.system.sealed import CheckpointError
 
 
 def test_an_average_is_the_float32_mean_of_the_last_by_step_number(tmp_path):

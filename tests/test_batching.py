@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flaxformer_min.batching import (
+from flaxformer_min.config import DataConfig
+from flaxformer_min.data.batching import (
     EVALUATION_BUCKETS,
     BatchPlan,
     assemble,
@@ -18,8 +19,7 @@ from flaxformer_min.batching import (
     bucket_edges,
     evaluation_batches,
 )
-from flaxformer_min.config import DataConfig
-from flaxformer_min.corpus import EncodedCorpus
+from flaxformer_min.data.corpus import EncodedCorpus
 from flaxformer_min.errors import UserError
 
 PAD = 7  # no other id of the corpora here
@@ -258,9 +258,9 @@ def test_a_closed_iterator_leaves_no_word_at_exit(tmp_path):
     corpus_of(tmp_path, random_lengths(7))
     program = f"""
 from pathlib import Path
-from flaxformer_min.batching import BatchPlan, batch_iterator
+from flaxformer_min.data.batching import BatchPlan, batch_iterator
 from flaxformer_min.config import DataConfig
-from flaxformer_min.corpus import EncodedCorpus
+from flaxformer_min.data.corpus import EncodedCorpus
 corpus = EncodedCorpus(Path({str(tmp_path)!r}), "int32")
 config = DataConfig(train=(), validation=(), source_language="", target_language="", vocab_size=1)
 batches = batch_iterator(BatchPlan(corpus.lengths, config), corpus, 7, 0)

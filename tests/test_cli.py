@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import tiny_config
 
-from flaxformer_min import cli, training
-from flaxformer_min.manifest import CheckpointError
-from flaxformer_min.options import Options
-from flaxformer_min.translate import Translator
+from flaxformer_min import cli
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.system.sealed import CheckpointError
+from flaxformer_min.training import loop as training
 
 ROOT = Path(__file__).parent.parent
 LINES = ["a cat", "", " \t", "seven dogs", "now"]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.constraints import all_but, beginning, long_enough, no_repeated_ngram
+from flaxformer_min.decoding.constraints import all_but, beginning, long_enough, no_repeated_ngram
 
 PAD, BOS, EOS = 0, 1, 2
 

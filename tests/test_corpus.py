@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flaxformer_min import corpus as corpus_room
-from flaxformer_min.batching import BatchPlan
 from flaxformer_min.config import DataConfig
-from flaxformer_min.corpus import EncodedCorpus, is_blank, prepare_split
+from flaxformer_min.data import corpus as corpus_room
+from flaxformer_min.data.batching import BatchPlan
+from flaxformer_min.data.corpus import EncodedCorpus, prepare_split
+from flaxformer_min.data.lines import is_blank
+from flaxformer_min.data.sources import read_pairs
+from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.parallel import read_pairs
-from flaxformer_min.tokenizer import Tokenizer, train_tokenizer
 
 NAMES = ("train.en", "train.de")
 ENGLISH = ["the", "small", "dog", "eats", "a", "red", "apple"]
@@ -241,9 +242,9 @@ def test_an_encoding_that_was_killed_is_done_again(tokenizer, tmp_path, monkeypa
     killed = f"""
 import os, signal
 from pathlib import Path
-from flaxformer_min import corpus
+from flaxformer_min.data import corpus
 from flaxformer_min.config import DataConfig
-from flaxformer_min.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
 corpus.PAIRS_AT_ONCE = 5
 encode, blocks = corpus._encode, []
 def _encode(*arguments):

@@ -1,6 +1,6 @@
 """The nearest-neighbour yardstick."""
 
-from flaxformer_min.lookup import nearest_neighbours
+from benchmarks.lookup import nearest_neighbours
 
 
 def test_the_nearest_source_shares_the_most_trigrams_for_its_length() -> None:

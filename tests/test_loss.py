@@ -6,8 +6,9 @@ import numpy as np
 import numpy_transformer as reference
 import optax
 import pytest
+from jaxprs import equations
 
-from flaxformer_min.loss import projected_cross_entropy, smoothed_cross_entropy
+from flaxformer_min.training.loss import projected_cross_entropy, smoothed_cross_entropy
 
 B, T, D, V, CHUNK = 3, 11, 5, 23, 4
 loss = jax.jit(smoothed_cross_entropy, static_argnums=3)
@@ -156,15 +157,6 @@ def test_the_chunked_form_never_holds_all_logits(case):
     for function in (total(projected_cross_entropy), jax.grad(total(projected_cross_entropy))):
         assert largest_array(jax.make_jaxpr(function)(*case[:2])) <= B * CHUNK * V
     assert largest_array(jax.make_jaxpr(total(whole))(*case[:2])) == B * T * V
-
-
-def equations(jaxpr):
-    """Every equation of a jaxpr, those of inner ones (loops, calls) included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(part, "eqns"):
-                yield from equations(part)
 
 
 def largest_array(jaxpr):

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_model import CONFIG, SOURCE, TARGET_IN, build, compiled_forward, random_params
+from tiny_model import CONFIG, SOURCE, TARGET_IN, build, compiled_forward, random_params
 
-from flaxformer_min.masks import causal_mask, padding_mask
+from flaxformer_min.model.masks import causal_mask, padding_mask
 
 
 def as_table(mask):

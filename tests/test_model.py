@@ -1,7 +1,6 @@
 """The whole model against the NumPy reference, and what it promises about batches and precision.
 
-Sizes are distinct, so that a swapped axis cannot pass: L 2, H 2, M 3, B 5, K 7, S 11, T 13, U 17,
-F 19, D 26, V 31.
+The sizes are those of tiny_model.py.
 """
 
 import dataclasses
@@ -14,76 +13,35 @@ import numpy_transformer as reference
 import optax
 import pytest
 from flax import nnx
-from test_loss import equations
-
-from flaxformer_min import model as transformer
-from flaxformer_min import state
-from flaxformer_min.config import ModelConfig
-from flaxformer_min.dropout import dropout
-from flaxformer_min.masks import causal_mask, padding_mask
-from flaxformer_min.model import Transformer, cache_blocks, through
-from flaxformer_min.positions import sinusoidal_positions
-from flaxformer_min.state import count_parameters, init_state, split_model
-
-CONFIG = ModelConfig(
-    num_layers=2, d_model=26, d_ff=19, num_heads=2, d_k=7, d_v=17, max_length=29, dropout=0.1
+from jaxprs import equations
+from tiny_model import (
+    CONFIG,
+    HYPOTHESES,
+    SOURCE,
+    SOURCE_LENGTH,
+    TARGET_IN,
+    TARGET_LENGTH,
+    VARIANTS,
+    VOCAB_SIZE,
+    build,
+    compiled_forward,
+    forward,
+    padded_ids,
+    random_params,
+    reference_weights,
+    silenced,
 )
-VOCAB_SIZE, SOURCE_LENGTH, TARGET_LENGTH, HYPOTHESES = 31, 11, 13, 3
-VARIANTS = {
-    "paper": CONFIG,
-    "learned positions": dataclasses.replace(CONFIG, positions="learned", num_layers=1),
-    "target shared": dataclasses.replace(CONFIG, share_embeddings="target", num_layers=1),
-    "nothing shared": dataclasses.replace(CONFIG, share_embeddings="none", num_layers=1),
-    "narrow heads": dataclasses.replace(CONFIG, num_heads=3, d_k=2, d_v=1, num_layers=1),
-}
 
-
-def build(config, params):
-    """The model that holds the given parameters."""
-    return nnx.merge(split_model(config, VOCAB_SIZE)[0], params)
-
-
-def random_params(config=CONFIG, dtype=np.float32):
-    """A model's parameters, every one of them random, norms and biases too."""
-    rng = np.random.default_rng(7)
-
-    def draw(path, leaf):
-        centre = 1.0 if path[-1].key == "scale" else 0.0
-        return jnp.asarray(centre + 0.3 * rng.standard_normal(leaf.shape), dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, split_model(config, VOCAB_SIZE)[1])
-
-
-def silenced(params, *kernels):
-    """The parameters with every kernel of the given names set to 0."""
-
-    def mute(path, leaf):
-        return leaf * 0 if path[-1].key in kernels else leaf
-
-    return jax.tree_util.tree_map_with_path(mute, params)
-
-
-def padded_ids(seed, lengths, width):
-    """Random ids from unk (1) upward, [B, width], each row padded after its length."""
-    ids = np.random.default_rng(seed).integers(1, VOCAB_SIZE, (len(lengths), width))
-    return jnp.asarray(np.where(np.arange(width) < np.array(lengths)[:, None], ids, 0), jnp.int32)
-
-
-def forward(config, params, source, target_in, key=None):
-    """Memory [B, S, D] and logits [B, T, V], as training and scoring compute them.
-
-    Run op by op: cheap for a test that needs one call, since the ops are compiled once for all.
-    """
-    model, source_mask = build(config, params), padding_mask(source)
-    target_mask = padding_mask(target_in) & causal_mask(target_in.shape[1])
-    memory = model.encode(source, source_mask, key=key)
-    return memory, model.decode(target_in, memory, target_mask, source_mask, key=key)
-
-
-compiled_forward = jax.jit(forward, static_argnums=0)
-
-SOURCE = padded_ids(1, [11, 4, 7, 1, 10], SOURCE_LENGTH)
-TARGET_IN = padded_ids(2, [6, 13, 1, 9, 12], TARGET_LENGTH)
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model import build as build_room
+from flaxformer_min.model import cached
+from flaxformer_min.model.build import count_parameters, split_model
+from flaxformer_min.model.cached import block_sizes, decode_step, init_cache, memory_keys_values
+from flaxformer_min.model.dropout import dropout
+from flaxformer_min.model.masks import causal_mask, padding_mask
+from flaxformer_min.model.positions import sinusoidal_positions
+from flaxformer_min.model.transformer import Transformer, run_layers
+from flaxformer_min.training.state import init_state
 
 
 @pytest.fixture(scope="module")
@@ -97,39 +55,6 @@ def outputs(params):
 
 
 # Parity with the reference
-
-
-def reference_weights(params, config):
-    """The package's parameters under the reference's names, in float64."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-
-    def attention(p):
-        def heads(name):
-            return np.split(p[name], config.num_heads, axis=1)
-
-        return reference.Attention(heads("query"), heads("key"), heads("value"), p["output"])
-
-    def norm(p):
-        return reference.Norm(p["scale"], p["bias"])
-
-    def ffn(p):
-        return reference.FeedForward(p["up"], p["up_bias"], p["down"], p["down_bias"])
-
-    def layer(kind, p):
-        sites = [name for name in ("self_attention", "cross_attention") if name in p]
-        parts = [part for s in sites for part in (attention(p[s]), norm(p[s + "_residual"]))]
-        return kind(*parts, ffn(p["feed_forward"]), norm(p["feed_forward_residual"]))
-
-    table = params["embedding"]
-    return reference.Weights(
-        source_table=params.get("source_embedding", table),
-        target_table=table,
-        output_table=params.get("output_embedding", table),
-        encoder=[layer(reference.EncoderLayer, p) for _, p in sorted(params["encoder"].items())],
-        decoder=[layer(reference.DecoderLayer, p) for _, p in sorted(params["decoder"].items())],
-        source_positions=params.get("source_positions"),
-        target_positions=params.get("target_positions"),
-    )
 
 
 def reference_forward(weights, source, target_in):
@@ -187,7 +112,7 @@ def test_logits_are_the_states_times_the_output_table(params, outputs):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """The positions of these tests in several blocks: 5 + 5 + 3 of them."""
-    monkeypatch.setattr(transformer, "FIRST_BLOCK", 5)
+    monkeypatch.setattr(cached, "FIRST_BLOCK", 5)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -199,7 +124,7 @@ def cached_logits(config, params, prefixes, memory, source, order):
     be left.
     """
     model, length = build(config, params), prefixes.shape[2]
-    memories, source_mask = model.memory_keys_values(memory), padding_mask(source)
+    memories, source_mask = memory_keys_values(model, memory), padding_mask(source)
 
     batch, late = len(prefixes), jnp.arange(len(prefixes))
 
@@ -210,9 +135,9 @@ def cached_logits(config, params, prefixes, memory, source, order):
         ancestors = jnp.where(half[:, None, None, None], moved.ancestors, cache.ancestors)
         tokens = jnp.take_along_axis(prefixes, index[:, None, None], axis=2)[:, :, 0]
         cache = cache._replace(ancestors=ancestors)
-        return model.decode_step(tokens, index, cache, memories, source_mask)[::-1]
+        return decode_step(model, tokens, index, cache, memories, source_mask)[::-1]
 
-    cache = model.init_cache(*prefixes.shape)
+    cache = init_cache(model, *prefixes.shape)
     _, logits = jax.lax.scan(step, cache, jnp.arange(length + batch))
     by_row = [logits[row : row + length, row] for row in range(batch)]
     return jnp.moveaxis(jnp.stack(by_row), 1, 2)
@@ -254,27 +179,30 @@ def test_keys_and_values_are_held_once_for_each_token_and_those_of_the_memory_pe
     params, outputs
 ):
     model = build(CONFIG, params)
-    ancestors, layers = model.init_cache(5, HYPOTHESES, 23)
+    ancestors, layers = init_cache(model, 5, HYPOTHESES, 23)
     assert ancestors.shape == (5, HYPOTHESES, 23, HYPOTHESES)
     assert len(layers) == CONFIG.num_layers
     for layer in layers:
         for block, positions in zip(layer, (5, 5, 5, 5, 3), strict=True):
             assert block.keys.shape == (5, 2, 7, positions * HYPOTHESES)
             assert block.values.shape == (5, 2, positions * HYPOTHESES, 17)
-    memories = [leaf.shape for leaf in jax.tree.leaves(model.memory_keys_values(outputs[0]))]
+    memories = [leaf.shape for leaf in jax.tree.leaves(memory_keys_values(model, outputs[0]))]
     assert memories == [(5, 2, SOURCE_LENGTH, 7), (5, 2, SOURCE_LENGTH, 17)] * CONFIG.num_layers
 
 
 def test_blocks_of_a_cache_are_small_at_first_and_have_room_for_all():
-    assert cache_blocks(13) == [5, 5, 3]
-    assert cache_blocks(53) == [5, 5, 5, 5, 5, 6, 7, 9, 6]
-    assert all(sum(cache_blocks(length)) == length for length in range(1, 307))
+    assert block_sizes(13) == [5, 5, 3]
+    assert block_sizes(53) == [5, 5, 5, 5, 5, 6, 7, 9, 6]
+    assert all(sum(block_sizes(length)) == length for length in range(1, 307))
 
 
 def test_what_the_cache_holds_beyond_the_index_is_not_read(params, outputs):
     model, source_mask = build(CONFIG, params), padding_mask(SOURCE)
-    memories, step = model.memory_keys_values(outputs[0]), jax.jit(model.decode_step)
-    clean = model.init_cache(5, HYPOTHESES, 4)
+    memories, step = (
+        memory_keys_values(model, outputs[0]),
+        jax.jit(functools.partial(decode_step, model)),
+    )
+    clean = init_cache(model, 5, HYPOTHESES, 4)
     dirty = clean._replace(layers=jax.tree.map(lambda leaf: leaf + 1e30, clean.layers))
     for index in range(2):
         tokens = PREFIXES[:, :, index], jnp.full(5, index)
@@ -514,12 +442,12 @@ def test_layers_that_are_alike_are_traced_once(knobs):
     config = dataclasses.replace(CONFIG, num_layers=3, **knobs)
     model, seen = build(config, random_params(config)), []
 
-    def run(layer, x, key):
+    def run(layer, x, key, taps):
         seen.append(layer)
         return layer(x, jnp.ones((1, 1, 1, SOURCE_LENGTH), bool), key)
 
     x = jnp.ones((2, SOURCE_LENGTH, config.d_model))
-    jax.jit(lambda x: through(model.encoder, run, x, [None] * 3, config))(x)
+    jax.jit(lambda x: run_layers(model.encoder, run, x, [None] * 3, config))(x)
     assert len(seen) == 1
 
 
@@ -530,7 +458,7 @@ def test_shapes_and_weights_come_from_modules_that_were_built_once(monkeypatch):
         built.append(arguments)
         return Transformer(*arguments, **names)
 
-    monkeypatch.setattr(state, "Transformer", counted)
+    monkeypatch.setattr(build_room, "Transformer", counted)
     config = dataclasses.replace(CONFIG, d_ff=29)  # which no other test has
     _, shapes = split_model(config, VOCAB_SIZE)
     for seed in (5, 7):

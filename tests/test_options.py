@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from flaxformer_min.config import DecodeConfig
+from flaxformer_min.decoding.options import Options
 from flaxformer_min.errors import UserError
-from flaxformer_min.options import Options
 
 CONFIG = DecodeConfig(beam_size=5, length_penalty_alpha=0.7, max_length_offset=11)
 

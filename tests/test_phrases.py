@@ -7,16 +7,11 @@ import re
 import jaxtyping
 import pytest
 from babel import Locale
+from benchmarks.exact_match import exact_match_by_category
 
-from flaxformer_min.cldr import CATEGORIES, Dice
+from flaxformer_min.data.cldr import CATEGORIES, Dice
+from flaxformer_min.data.phrases import SPLITS, Phrase, phrase, split_of
 from flaxformer_min.errors import UserError
-from flaxformer_min.phrases import (
-    SPLITS,
-    Phrase,
-    exact_match_by_category,
-    phrase,
-    split_of,
-)
 
 DRAWN = 100_000
 

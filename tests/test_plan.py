@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tiny_config
 
-from flaxformer_min import hlo, plan
-from flaxformer_min.batching import Bucket
-from flaxformer_min.chips import CHIPS
 from flaxformer_min.cli import main
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.data.batch import Bucket
 from flaxformer_min.errors import UserError
-from flaxformer_min.plan_report import to_json, to_text
-from flaxformer_min.sharding import make_mesh
+from flaxformer_min.planning import hlo, plan
+from flaxformer_min.planning.chips import CHIPS
+from flaxformer_min.planning.report import to_json, to_text
+from flaxformer_min.training.sharding import make_mesh
 
 # As TPUs' and CPUs' programs are written: a loop in a loop, one whose bound is known and one whose
 # bound stands in its condition; collectives that start and end, and one inside a fusion.

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_transformer as reference
 import pytest
-from test_model import CONFIG, build, random_params
+from tiny_model import CONFIG, build, random_params
 
-from flaxformer_min.masks import causal_mask, padding_mask
-from flaxformer_min.positions import sinusoidal_positions
+from flaxformer_min.model.masks import causal_mask, padding_mask
+from flaxformer_min.model.positions import sinusoidal_positions
 
 LENGTH, D_MODEL = 97, 34
 

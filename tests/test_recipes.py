@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from flaxformer_min.config import FIELD_TYPES, ModelConfig, config_from_json, config_to_json
 from flaxformer_min.config_file import load_config
-from flaxformer_min.state import count_parameters, split_model
+from flaxformer_min.model.build import count_parameters, split_model
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = {path.stem: path for path in sorted((ROOT / "flaxformer_min").glob("*.py"))}

@@ -8,12 +8,19 @@ from types import SimpleNamespace
 import pytest
 from tiny_checkpoints import CONFIG, TOKENIZER, flip_a_bit, make_state, names, opened, saved
 
-from flaxformer_min import checkpoint
-from flaxformer_min.checkpoint import Checkpoints, load_for_inference
+from flaxformer_min.checkpoints import store as checkpoint
+from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.checkpoints.progress import Progress
+from flaxformer_min.checkpoints.retention import (
+    best_steps,
+    counted_steps,
+    kept_steps,
+    newest_good,
+    tidy,
+)
+from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.errors import UserError
-from flaxformer_min.manifest import CheckpointError
-from flaxformer_min.retention import best_steps, counted_steps, kept_steps, newest_good, tidy
-from flaxformer_min.stopping import Progress
+from flaxformer_min.system.sealed import CheckpointError
 
 
 @pytest.mark.parametrize(

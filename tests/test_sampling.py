@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.sampling import narrowed, sample
+from flaxformer_min.decoding.sampling import narrowed, sample
 
 ROW = [0.05, 0.4, 0.1, 0.3, 0.15]
 

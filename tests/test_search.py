@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.constraints import all_but
-from flaxformer_min.search import (
+from flaxformer_min.decoding.constraints import all_but
+from flaxformer_min.decoding.search import (
     Hypotheses,
     beam_search,
     greedy_search,

@@ -10,16 +10,17 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxformer_min import hlo
-from flaxformer_min.batching import Batch
-from flaxformer_min.checkpoint_directory import read_state, start_writing
+from flaxformer_min.checkpoints.format import read_state, start_writing
 from flaxformer_min.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
+from flaxformer_min.data.batch import Batch
 from flaxformer_min.errors import UserError
-from flaxformer_min.loss import projected_cross_entropy
-from flaxformer_min.manifest import put_in_place
-from flaxformer_min.sharding import ROWS, abstract, check_mesh, make_mesh, shardings
-from flaxformer_min.state import init_state, split_model
-from flaxformer_min.step import make_train_step
+from flaxformer_min.model.build import split_model
+from flaxformer_min.planning import hlo
+from flaxformer_min.system.sealed import put_in_place
+from flaxformer_min.training.loss import make_loss, projected_cross_entropy
+from flaxformer_min.training.sharding import ROWS, abstract, check_mesh, make_mesh, shardings
+from flaxformer_min.training.state import init_state
+from flaxformer_min.training.step import make_train_step
 
 MODEL = ModelConfig(
     num_layers=1, d_model=16, d_ff=32, num_heads=8, d_k=2, d_v=2, dropout=0.1, max_length=16
@@ -50,15 +51,9 @@ def fresh_state(model=MODEL):
 
 
 def compiled_step(mesh, model=MODEL, accumulation=1):
-    step = make_train_step(
-        split_model(model, VOCAB)[0],
-        ADAM,
-        pad_id=0,
-        bos_id=2,
-        smoothing=0.1,
-        accumulation=accumulation,
-        mesh=mesh,
-    )
+    graphdef, _ = split_model(model, VOCAB)
+    loss = make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1, mesh=mesh)
+    step = make_train_step(loss, ADAM, accumulation)
     state = abstract(mesh, jax.eval_shape(lambda: fresh_state(model)))
     rows = NamedSharding(mesh, ROWS)
     side = jax.ShapeDtypeStruct((ROWS_OF_A_BATCH, LENGTH), jnp.int32, sharding=rows)
@@ -153,7 +148,7 @@ def test_devices_exchange_no_logits_and_no_batch(programs, sizes):
     activations = 4 * ROWS_OF_A_BATCH * LENGTH * MODEL.d_model
     logits = 4 * ROWS_OF_A_BATCH * LENGTH * VOCAB
     biggest = max(4 * leaf.size for leaf in jax.tree.leaves(params))
-    if sizes[2] == 1:  # weights are gathered and gradients summed, once, and nothing else moves
+    if sizes[2] == 1:  # weights are gather_fsdp and gradients summed, once, and nothing else moves
         assert {one.kind for one in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
         assert all(one.trips == 1 for one in found)
         assert all(one.bytes <= biggest for one in found if one.kind == "all-gather")

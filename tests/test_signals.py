@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from flaxformer_min.signals import StopRequest
+from flaxformer_min.system.signals import StopRequest
 
 ROOT = Path(__file__).parent.parent
 
 # Deriving a key is one long call into C that lets other threads run, as an XLA compilation is.
 PROGRAM = """
 import hashlib
-from flaxformer_min.signals import StopRequest
+from flaxformer_min.system.signals import StopRequest
 with StopRequest() as stop:
     if {deferring}:
         stop.defer()

@@ -11,16 +11,18 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 
-import flaxformer_min.step
-from flaxformer_min.batching import Batch
-from flaxformer_min.blocks import FeedForward
 from flaxformer_min.config import MeshConfig, ModelConfig, OptimizerConfig
+from flaxformer_min.data.batch import Batch
 from flaxformer_min.errors import UserError
-from flaxformer_min.model import Transformer
-from flaxformer_min.schedule import make_optimizer
-from flaxformer_min.sharding import AXES, ROWS, make_mesh, shardings
-from flaxformer_min.state import TrainState, count_parameters, init_state, split_model
-from flaxformer_min.step import loss_sums, make_train_step, shift_right
+from flaxformer_min.model.build import count_parameters, split_model
+from flaxformer_min.model.layers import FeedForward
+from flaxformer_min.model.teacher_forcing import shift_right
+from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.training.loss import make_loss
+from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.sharding import AXES, ROWS, make_mesh, shardings
+from flaxformer_min.training.state import TrainState, init_state
+from flaxformer_min.training.step import make_train_step
 
 PAD, BOS, EOS, VOCAB = 0, 2, 3, 48
 MODEL = ModelConfig(num_layers=1, d_model=16, d_ff=32, num_heads=2, d_k=8, d_v=8, dropout=0.0)
@@ -51,16 +53,13 @@ def ragged_batch(target_lengths=(1, 3, 11, 2, 0, 0, 5, 7), source_length=7, targ
 
 @functools.cache
 def make_step(accumulation=1, smoothing=0.1, graphdef=GRAPHDEF):
-    return jax.jit(
-        make_train_step(
-            graphdef, OPTIMIZER, **KEYWORDS, smoothing=smoothing, accumulation=accumulation
-        )
-    )
+    loss = make_loss(graphdef, **KEYWORDS, smoothing=smoothing)
+    return jax.jit(make_train_step(loss, OPTIMIZER, accumulation))
 
 
 @jax.jit
 def mean_loss_and_tokens(params, batch):
-    loss, tokens = loss_sums(GRAPHDEF, params, batch, **KEYWORDS, smoothing=0.0)
+    loss, tokens = make_loss(GRAPHDEF, **KEYWORDS, smoothing=0.0)(params, batch, None)
     return loss / tokens, tokens
 
 
@@ -114,9 +113,8 @@ def gradient_of(dtype, accumulation: int, devices: int):
     state = TrainState(zero, params, params, zero, zero)
     state = jax.device_put(state, shardings(mesh, state))
     batch = jax.device_put(ragged_batch(RAGGED, 7, 31), NamedSharding(mesh, ROWS))
-    step = make_train_step(
-        GRAPHDEF, KEEP_GRADIENT, **KEYWORDS, smoothing=0.1, accumulation=accumulation
-    )
+    loss = make_loss(GRAPHDEF, **KEYWORDS, smoothing=0.1)
+    step = make_train_step(loss, KEEP_GRADIENT, accumulation)
     state, metrics = jax.jit(step)(state, batch, jax.random.key(5))
     assert metrics.tokens == sum(RAGGED)
     return jax.device_get((metrics.loss, state.opt_state))
@@ -155,7 +153,7 @@ def narrowed(jaxpr) -> list[str]:
 
 
 def test_with_float64_weights_nothing_is_rounded_to_float32():
-    step = make_train_step(GRAPHDEF, OPTIMIZER, **KEYWORDS, smoothing=0.1, accumulation=2)
+    step = make_train_step(make_loss(GRAPHDEF, **KEYWORDS, smoothing=0.1), OPTIMIZER, 2)
     with jax.enable_x64(True):
         params = jax.tree.map(
             lambda leaf: leaf.astype(np.float64), jax.device_get(fresh_state().params)
@@ -190,26 +188,27 @@ def infinite_gradient(x):
 infinite_gradient.defvjp(lambda x: (x, None), lambda _, grad: (grad.at[5, 3].set(jnp.inf),))
 
 
-def broken_step(where: str, monkeypatch):
+def broken_step(where: str):
     """A training step that has a number that is not finite there."""
     if where == "activations":
         model = Transformer(MODEL, VOCAB, rngs=nnx.Rngs(0))
         model.encoder[0].feed_forward = NotFinite(MODEL, rngs=nnx.Rngs(0))
         return make_step(graphdef=nnx.split(model)[0])
 
-    def broken_sums(graphdef, params, batch, **options):
+    sums = make_loss(GRAPHDEF, **KEYWORDS, smoothing=0.1)
+
+    def broken_loss(params, batch, key):
         if where == "gradient":
             params = params | {"embedding": infinite_gradient(params["embedding"])}
-        loss, tokens = loss_sums(graphdef, params, batch, **options)
+        loss, tokens = sums(params, batch, key)
         return (loss + jnp.inf if where == "loss" else loss), tokens
 
-    monkeypatch.setattr(flaxformer_min.step, "loss_sums", broken_sums)
-    return jax.jit(make_train_step(GRAPHDEF, OPTIMIZER, **KEYWORDS, smoothing=0.1))
+    return jax.jit(make_train_step(broken_loss, OPTIMIZER))
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "activations"])
-def test_a_step_that_is_not_finite_leaves_everything_but_the_counters(where, monkeypatch):
-    good, bad, batch = make_step(), broken_step(where, monkeypatch), ragged_batch()
+def test_a_step_that_is_not_finite_leaves_everything_but_the_counters(where):
+    good, bad, batch = make_step(), broken_step(where), ragged_batch()
     before, _ = good(fresh_state(), batch, KEY)
     after = before
     for skipped in (1, 2):

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.streams import ready_lines, translate_stream
+from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
-from flaxformer_min.options import Options
-from flaxformer_min.streams import ready_lines, translate_stream
-from flaxformer_min.translate import Translator
 
 
 class Arriving(io.BytesIO):

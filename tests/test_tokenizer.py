@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from flaxformer_min import tokenizer as tokenizer_room
 from flaxformer_min.config import DataConfig
-from flaxformer_min.errors import UserError
-from flaxformer_min.tokenizer import (
+from flaxformer_min.data import tokenizer as tokenizer_room
+from flaxformer_min.data.tokenizer import (
     Tokenizer,
     _emptied,
     _sample,
     prepare_tokenizer,
     train_tokenizer,
 )
+from flaxformer_min.errors import UserError
 
 LINES = [
     f"{adjective} {animal} eats {number} of the {fruit} near </s> and <pad>"

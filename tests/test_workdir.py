@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from tiny_config import changed
 
-from flaxformer_min import training, workdir
+from flaxformer_min.data.tokenizer import prepare_tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.tokenizer import prepare_tokenizer
-from flaxformer_min.workdir import claim, hold, prepare_data, write_config
+from flaxformer_min.training import loop as training
+from flaxformer_min.training import workdir
+from flaxformer_min.training.workdir import claim, hold, prepare_data, write_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,7 +62,7 @@ def test_what_may_change_on_resume_is_let_in_and_written_down_when_all_is_well(t
 
 
 def test_a_second_run_is_refused_while_the_first_lives(tiny, tmp_path):
-    program = "import sys, pathlib\nfrom flaxformer_min.workdir import hold\n"
+    program = "import sys, pathlib\nfrom flaxformer_min.training.workdir import hold\n"
     program += "with hold(pathlib.Path(sys.argv[1])): print('held', flush=True), sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)],

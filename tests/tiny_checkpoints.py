@@ -11,9 +11,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxformer_min.checkpoint import Checkpoints
+from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainConfig
-from flaxformer_min.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
 
 CONFIG = Config(
     model=ModelConfig(num_layers=1, d_model=10, d_ff=3, num_heads=2, d_k=5, d_v=7),

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from benchmarks.reliability.runs import Run, config_of, reference, size
 from benchmarks.reliability.tally import Tally
-from flaxformer_min.checkpoint import Checkpoints, load_for_inference
+from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.errors import UserError
-from flaxformer_min.manifest import MANIFEST, CheckpointError
-from flaxformer_min.workdir import prepare_data
+from flaxformer_min.system.sealed import MANIFEST, CheckpointError
+from flaxformer_min.training.workdir import prepare_data
 
 Damage = Callable[[Path], object]
 

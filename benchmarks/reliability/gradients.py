@@ -14,13 +14,15 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
 from benchmarks.reliability.tally import Tally
-from flaxformer_min.batching import Batch
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.loss import smoothed_cross_entropy
-from flaxformer_min.masks import causal_mask, padding_mask
-from flaxformer_min.sharding import AXES, ROWS, shardings
-from flaxformer_min.state import TrainState, init_state, split_model
-from flaxformer_min.step import make_train_step, shift_right
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.model.build import split_model
+from flaxformer_min.model.masks import causal_mask, padding_mask
+from flaxformer_min.model.teacher_forcing import shift_right
+from flaxformer_min.training.loss import make_loss, smoothed_cross_entropy
+from flaxformer_min.training.sharding import AXES, ROWS, shardings
+from flaxformer_min.training.state import TrainState, init_state
+from flaxformer_min.training.step import make_train_step
 
 MODEL = ModelConfig(
     num_layers=1, d_model=12, d_ff=20, num_heads=3, d_k=5, d_v=7, dropout=0.0, max_length=32
@@ -84,15 +86,9 @@ def _found(state: TrainState, devices: int, accumulation: int) -> Callable[[Batc
     """From a batch to the gradient that the training step hands to its optimizer."""
     axes = (AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh((devices, 1, 1), AXES, axes, devices=jax.devices()[:devices])
-    step = make_train_step(
-        split_model(MODEL, VOCAB_SIZE)[0],
-        KEEPS,
-        pad_id=PAD_ID,
-        bos_id=BOS_ID,
-        smoothing=SMOOTHING,
-        accumulation=accumulation,
-        mesh=mesh,
-    )
+    graphdef, _ = split_model(MODEL, VOCAB_SIZE)
+    loss = make_loss(graphdef, pad_id=PAD_ID, bos_id=BOS_ID, smoothing=SMOOTHING, mesh=mesh)
+    step = make_train_step(loss, KEEPS, accumulation)
     placed, compiled = jax.device_put(state, shardings(mesh, state)), jax.jit(step)
 
     def gradient(batch: Batch) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.reliability.runs import ROOT, Run, config_spec, environment, reference, size
 from benchmarks.reliability.tally import Tally
-from flaxformer_min.manifest import MANIFEST, seal
+from flaxformer_min.system.sealed import MANIFEST, seal
 
 LONG = {"checkpoint": 800, "sealed checkpoint": 300, "workdir": 300, "tokenizer": 600}
 SHORT = {"checkpoint": 12, "sealed checkpoint": 6, "workdir": 6, "tokenizer": 12}

@@ -5,12 +5,11 @@ from pathlib import Path
 import jax
 
 from benchmarks.reliability.runs import Size, config_of, programs
-from flaxformer_min.batching import Batch
-from flaxformer_min.sharding import make_mesh
-from flaxformer_min.state import TrainState
-from flaxformer_min.step import Metrics
-from flaxformer_min.training import Trainer
-from flaxformer_min.workdir import claim, hold, prepare_data
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.training.loop import Trainer
+from flaxformer_min.training.sharding import make_mesh
+from flaxformer_min.training.state import Metrics, TrainState
+from flaxformer_min.training.workdir import claim, hold, prepare_data
 
 
 def prepared(workdir: Path, folder: Path, size: Size, *flags: str) -> Trainer:

@@ -14,11 +14,11 @@ import numpy as np
 from benchmarks.reliability.inside import one_step, prepared
 from benchmarks.reliability.runs import Size, tree_hash
 from benchmarks.reliability.tally import Tally
-from flaxformer_min import step as step_module
-from flaxformer_min.state import TrainState
-from flaxformer_min.training import Trainer
+from flaxformer_min.training import loop
+from flaxformer_min.training.loop import Trainer
+from flaxformer_min.training.loss import Loss, make_loss
+from flaxformer_min.training.state import TrainState
 
-LOSS_SUMS = step_module.loss_sums
 PLACES, VALUES = ("loss", "gradient", "activations"), (np.nan, np.inf, -np.inf)
 
 
@@ -26,7 +26,7 @@ def nonfinite(folder: Path, short: bool, seed: int) -> Tally:
     """Poisons one row of one batch, at random steps, and compares the state before and after."""
     tally, draw = Tally("nonfinite"), random.Random(seed)
     for accumulation in (2,) if short else (1, 4):
-        with mock.patch.object(step_module, "loss_sums", _poisoned):
+        with mock.patch.object(loop, "make_loss", _make_poisoned_loss):
             size = Size(1000, 1000, 1000, accumulation, 1 if short else 2)
             trainer = prepared(folder / f"poisoned-{accumulation}", folder, size)
             state = trainer.fresh_state()
@@ -47,8 +47,14 @@ def _mark(place: str, value: float) -> int:
     return 250 + 3 * PLACES.index(place) + VALUES.index(value)
 
 
-def _poisoned(graphdef: Any, params: Any, batch: Any, **options: Any) -> Any:
-    """As `loss_sums`, but a batch with a mark in it makes that place not finite."""
+def _make_poisoned_loss(graphdef: Any, **options: Any) -> Loss:
+    """As `make_loss`, but a batch with a mark in it makes that place not finite."""
+    loss = make_loss(graphdef, **options)
+    return lambda params, batch, key: _poisoned(loss, params, batch, key)
+
+
+def _poisoned(loss_of: Loss, params: Any, batch: Any, key: Any) -> Any:
+    """The loss of a batch, with what its mark asks for."""
 
     def poison(place: str) -> jax.Array:
         """The value if the mark is there, else 0."""
@@ -58,7 +64,7 @@ def _poisoned(graphdef: Any, params: Any, batch: Any, **options: Any) -> Any:
     bad = {place: poison(place) for place in PLACES}
     params = jax.tree.map(lambda leaf: _with_gradient(leaf, bad["gradient"]), params)
     params["embedding"] = params["embedding"] + bad["activations"]
-    loss, tokens = LOSS_SUMS(graphdef, params, batch, **options)
+    loss, tokens = loss_of(params, batch, key)
     return loss + bad["loss"], tokens
 
 

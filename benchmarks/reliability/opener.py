@@ -11,13 +11,13 @@ import resource
 import sys
 from pathlib import Path
 
-from flaxformer_min.checkpoint import load_for_inference
+from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config
+from flaxformer_min.data.tokenizer import prepare_tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.manifest import CheckpointError
-from flaxformer_min.tokenizer import prepare_tokenizer
-from flaxformer_min.workdir import claim, prepare_data
+from flaxformer_min.system.sealed import CheckpointError
+from flaxformer_min.training.workdir import claim, prepare_data
 
 MEMORY = 32 << 30  # bytes of addresses; an absurd length must not take the machine with it
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from benchmarks.reliability.inside import one_step, prepared
 from benchmarks.reliability.runs import Size, tree_hash
 from benchmarks.reliability.tally import Tally
-from flaxformer_min.checkpoint import Checkpoints
-from flaxformer_min.state import TrainState
-from flaxformer_min.training import Trainer
+from flaxformer_min.checkpoints.store import Checkpoints
+from flaxformer_min.training.loop import Trainer
+from flaxformer_min.training.state import TrainState
 
 EPOCHS, POINTS = 3, 60
 BEYOND = 3  # steps past the last epoch, so that every resumed run takes some

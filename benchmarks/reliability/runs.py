@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from flaxformer_min.checkpoint_directory import named_leaves
+from flaxformer_min.checkpoints.format import named_leaves
+from flaxformer_min.checkpoints.retention import counted
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config
-from flaxformer_min.manifest import CheckpointError, verify
-from flaxformer_min.retention import counted
+from flaxformer_min.system.sealed import CheckpointError, verify
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILE = ROOT / "tests" / "tiny_config.py"

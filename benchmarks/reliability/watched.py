@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_min.cli import main
-from flaxformer_min.validation import Validation
+from flaxformer_min.training.validation import Validation
 
 inside: list[str] = []
 

@@ -1,0 +1,83 @@
+"""Checkpoint averaging: the mean of the weights of several steps of one run (section 6.1)."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from flaxformer_min.checkpoints.format import (
+    Loaded,
+    Meta,
+    complete,
+    difference,
+    named_leaves,
+    read_checkpoint,
+    read_meta,
+    start_writing,
+    whole_or_nothing,
+)
+from flaxformer_min.checkpoints.load import checkpoints_of
+from flaxformer_min.checkpoints.retention import counted
+from flaxformer_min.errors import UserError
+from flaxformer_min.system.sealed import put_in_place, verify
+
+
+def average(
+    workdir: str | Path,
+    output: str | Path,
+    last: int,
+) -> list[int]:
+    """Writes to `output` one checkpoint whose weights are the mean of those of a run's checkpoints.
+
+    Takes the `last` newest regular ones by step number (one that is only there because a run was
+    stopped is passed by) and sums in float32 in the order of the steps. The result has the config,
+    tokenizer and step number of the newest of them and no optimizer state. Returns the steps.
+
+    Raises:
+        UserError: fewer checkpoints than asked, an `output` that is there already, or
+            checkpoints that differ in tokenizer or shapes.
+        CheckpointError: a damaged file, named, or `output` could not be written.
+    """
+    root, output = checkpoints_of(Path(workdir).absolute()), Path(output).absolute()
+    chosen = _newest(root, last)
+    if output.exists():
+        raise UserError(f"{output}: is there already; give a new directory")
+    newest = _verified(chosen[max(chosen)])
+    total = jax.tree.map(np.zeros_like, newest.params)
+    for step, folder in chosen.items():
+        loaded = newest if step == newest.step else _verified(folder)
+        _refuse_another(root, loaded, newest)
+        total = jax.tree.map(np.add, total, loaded.params)
+    mean = jax.tree.map(lambda leaf: leaf / np.float32(len(chosen)), total)
+    steps, sha256 = list(chosen), newest.tokenizer.sha256
+    meta = Meta(step=newest.step, tokenizer_sha256=sha256, averaged_steps=steps)
+    with whole_or_nothing(output):
+        start_writing(output, {"params": mean})()
+        complete(output, newest.config, newest.tokenizer, meta)
+        put_in_place(output)
+    return steps
+
+
+def _newest(root: Path, last: int) -> dict[int, Path]:
+    """The `last` newest regular steps, ascending, and where they are."""
+    folders = counted(root)
+    regular = [step for step, folder in folders.items() if not read_meta(folder).interim]
+    if not 1 <= last <= len(regular):
+        raise UserError(
+            f"{root}: cannot average the last {last}; there are {len(regular)}: {regular}; "
+            "ask for fewer, or train with a larger train.keep_last"
+        )
+    return {step: folders[step] for step in regular[-last:]}
+
+
+def _verified(folder: Path) -> Loaded:
+    verify(folder)
+    return read_checkpoint(folder)
+
+
+def _refuse_another(root: Path, loaded: Loaded, newest: Loaded) -> None:
+    where = f"{root}: steps {loaded.step} and {newest.step}"
+    if loaded.tokenizer.sha256 != newest.tokenizer.sha256:
+        raise UserError(f"{where} have different tokenizers")
+    if found := difference(named_leaves(loaded.params), named_leaves(newest.params)):
+        raise UserError(f"{where} have different shapes: {found}")

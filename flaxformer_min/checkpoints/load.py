@@ -1,0 +1,51 @@
+"""A checkpoint read to translate with: of a workdir the one that is asked for, or one directory."""
+
+from pathlib import Path
+from typing import Literal
+
+from flaxformer_min.checkpoints.format import Loaded, read_checkpoint
+from flaxformer_min.checkpoints.retention import best_of, counted_steps, folder_of, newest_good
+from flaxformer_min.errors import UserError
+from flaxformer_min.system.sealed import is_sealed, verify
+
+FOLDER = "checkpoints"  # inside a workdir
+
+
+def load_for_inference(directory: str | Path, step: int | Literal["best"] | None = None) -> Loaded:
+    """Config, tokenizer and weights of a workdir's checkpoint, or of one checkpoint directory.
+
+    `step` picks among a workdir's: None is the newest good one (a damaged one is passed by with a
+    warning), "best" the one with the best evaluation by `train.best_metric` of the newest's config.
+
+    Raises:
+        UserError: nothing there, no such step, another format version; says what is there.
+        CheckpointError: damaged files, named; for step None, only if no checkpoint is good.
+    """
+    directory = Path(directory).absolute()
+    if is_sealed(directory):
+        verify(directory)
+        loaded = read_checkpoint(directory)
+        if step not in (None, loaded.step):
+            raise UserError(f"{directory}: is one checkpoint, of step {loaded.step}, not {step}")
+        return loaded
+    root = checkpoints_of(directory)
+    if step is None:
+        good = newest_good(root)
+        assert good is not None  # checkpoints_of has seen some
+        return read_checkpoint(folder_of(root, good))
+    folder = folder_of(root, best_of(root) if step == "best" else step)
+    verify(folder)
+    return read_checkpoint(folder)
+
+
+def checkpoints_of(workdir: Path) -> Path:
+    """The directory of a workdir's checkpoints; raises UserError unless at least one counts."""
+    if not workdir.is_dir():
+        raise UserError(f"{workdir}: no such directory; give a workdir or a checkpoint")
+    if not counted_steps(workdir / FOLDER):
+        entries = ", ".join(sorted(path.name for path in workdir.iterdir())) or "nothing"
+        raise UserError(
+            f"{workdir}: no finished checkpoint in it, only: {entries}; "
+            "give a workdir that holds checkpoints/STEP, or one checkpoint"
+        )
+    return workdir / FOLDER

@@ -1,0 +1,212 @@
+"""The layers of the paper (sections 3.1 to 3.3): modules own weights, functions do the maths.
+
+Letters: B batch, S source length, T target length, D d_model, H heads, K d_k, U d_v.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Key
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.attention import attend, cudnn_attention
+from flaxformer_min.model.dropout import dropout, split
+from flaxformer_min.model.linear import dense
+from flaxformer_min.model.taps import Taps, inside, note
+
+LAYER_NORM_EPSILON = 1e-6  # the paper gives none; this is tensor2tensor's
+
+SourceMask = Bool[Array, "#B 1 1 S"]  # masks.padding_mask(source)
+TargetMask = Bool[Array, "#B 1 T T"]  # masks.padding_mask(target_in) & masks.causal_mask(T)
+MaybeKey = Key[Array, ""] | None
+States = Float[Array, "B T D"]
+Sublayer = Callable[[States], States]
+
+
+class KeysValues(NamedTuple):
+    """What queries attend to: keys [B, H, S, K] and values [B, H, S, U]."""
+
+    keys: Float[Array, "B H S K"]
+    values: Float[Array, "B H S U"]
+
+
+def layer_norm(
+    x: Float[Array, "B T D"], scale: Float[Array, " D"], bias: Float[Array, " D"]
+) -> Float[Array, "B T D"]:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over D, in at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - wide.mean(-1, keepdims=True)
+    variance = jnp.square(centred).mean(-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    return (normed * scale[None, None] + bias[None, None]).astype(x.dtype)
+
+
+def xavier(rngs: nnx.Rngs, fan_in: int, fan_out: int) -> nnx.Param:
+    """A [fan_in, fan_out] kernel, Xavier uniform."""
+    return nnx.Param(jax.nn.initializers.xavier_uniform()(rngs.params(), (fan_in, fan_out)))
+
+
+class Residual(nnx.Module):
+    """What surrounds every sublayer (section 5.4): LayerNorm(x + Dropout(Sublayer(x)))."""
+
+    def __init__(self, config: ModelConfig):
+        self.rate = config.dropout
+        self.scale = nnx.Param(jnp.ones(config.d_model))
+        self.bias = nnx.Param(jnp.zeros(config.d_model))
+
+    def __call__(self, x: States, sublayer: Sublayer, key: MaybeKey) -> States:
+        """The sublayer is a function of x [B, T, D] and gives [B, T, D]."""
+        return layer_norm(x + dropout(sublayer(x), self.rate, key), self.scale[...], self.bias[...])
+
+
+class MultiHeadAttention(nnx.Module):
+    """Concat(head_1 .. head_H) W_O (section 3.2.2), without biases.
+
+    Kernels are [D, H x K] and [H x U, D], head by head: the Xavier fans are D and H x K.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.num_heads = config.num_heads
+        self.rate = config.attention_dropout
+        self.cudnn = config.attention == "cudnn"
+        self.query = xavier(rngs, config.d_model, config.num_heads * config.d_k)
+        self.key = xavier(rngs, config.d_model, config.num_heads * config.d_k)
+        self.value = xavier(rngs, config.d_model, config.num_heads * config.d_v)
+        self.output = xavier(rngs, config.num_heads * config.d_v, config.d_model)
+
+    def __call__(
+        self,
+        x: States,
+        keys_values: KeysValues,
+        mask: Bool[Array, "#B 1 #T S"],
+        key: MaybeKey = None,
+        taps: Taps = None,
+    ) -> States:
+        """Lets each position of x [B, T, D] attend to S keys: [B, T, D]; taps get the weights.
+
+        The fused kernel of `config.attention` "cudnn", used in training, has no weights to show.
+        """
+        query = self.heads(x, self.query[...])
+        if self.cudnn and key is not None:  # in training; evaluation runs on any machine
+            return self.merge(cudnn_attention(query, *keys_values, mask))
+        drop = functools.partial(dropout, rate=self.rate, key=key)
+        context, weights = attend(query, *keys_values, mask, drop)
+        note(taps, "weights", weights)
+        return self.merge(context)
+
+    def heads(self, x: States, kernel: Float[Array, "D HK"]) -> Float[Array, "..."]:
+        """Projects x and splits it into heads: [B, T, D] -> [B, H, T, K]."""
+        batch, length, _ = x.shape
+        return dense(x, kernel).reshape(batch, length, self.num_heads, -1).swapaxes(1, 2)
+
+    def keys_values(self, x: Float[Array, "B S D"]) -> KeysValues:
+        """The keys and values of x [B, S, D]."""
+        return KeysValues(self.heads(x, self.key[...]), self.heads(x, self.value[...]))
+
+    def merge(self, context: Float[Array, "B H T U"]) -> States:
+        """Concatenates the heads and projects them: [B, H, T, U] -> [B, T, D]."""
+        batch, _, length, _ = context.shape
+        return dense(context.swapaxes(1, 2).reshape(batch, length, -1), self.output[...])
+
+
+class FeedForward(nnx.Module):
+    """max(0, x W_1 + b_1) W_2 + b_2 (section 3.3)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.rate = config.ffn_dropout
+        self.up = xavier(rngs, config.d_model, config.d_ff)
+        self.up_bias = nnx.Param(jnp.zeros(config.d_ff))
+        self.down = xavier(rngs, config.d_ff, config.d_model)
+        self.down_bias = nnx.Param(jnp.zeros(config.d_model))
+
+    def __call__(self, x: Float[Array, "B T D"], key: MaybeKey = None) -> Float[Array, "B T D"]:
+        hidden = jax.nn.relu(dense(x, self.up[...]) + self.up_bias[...].astype(x.dtype)[None, None])
+        hidden = dropout(hidden, self.rate, key)
+        return dense(hidden, self.down[...]) + self.down_bias[...].astype(x.dtype)[None, None]
+
+
+class EncoderLayer(nnx.Module):
+    """Self-attention, then the FFN, each in its residual (section 3.1)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.self_attention = MultiHeadAttention(config, rngs=rngs)
+        self.self_attention_residual = Residual(config)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.feed_forward_residual = Residual(config)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        mask: SourceMask,
+        key: MaybeKey = None,
+        taps: Taps = None,
+    ) -> Float[Array, "B S D"]:
+        """x [B, S, D] one layer further, [B, S, D]."""
+        keys, attention = split(key, 4), self.self_attention
+
+        def attend_to_itself(x: States) -> States:
+            seen = inside(taps, "self_attention")
+            return attention(x, attention.keys_values(x), mask, keys[0], seen)
+
+        x = self.self_attention_residual(x, attend_to_itself, keys[1])
+        return self.feed_forward_residual(x, lambda x: self.feed_forward(x, keys[2]), keys[3])
+
+
+class DecoderLayer(nnx.Module):
+    """Masked self-attention, attention to the encoder's memory, then the FFN (section 3.1)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.self_attention = MultiHeadAttention(config, rngs=rngs)
+        self.self_attention_residual = Residual(config)
+        self.cross_attention = MultiHeadAttention(config, rngs=rngs)
+        self.cross_attention_residual = Residual(config)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.feed_forward_residual = Residual(config)
+
+    def __call__(
+        self,
+        x: States,
+        memory: Float[Array, "B S D"],
+        target_mask: TargetMask,
+        source_mask: SourceMask,
+        key: MaybeKey = None,
+        taps: Taps = None,
+    ) -> States:
+        """x [B, T, D] one layer further, [B, T, D]; memory is the encoder's output."""
+        attention = self.self_attention
+
+        def attend_to_itself(x: States, key: MaybeKey) -> States:
+            seen = inside(taps, "self_attention")
+            return attention(x, attention.keys_values(x), target_mask, key, seen)
+
+        keys_values = self.cross_attention.keys_values(memory)
+        return self.sublayers(x, attend_to_itself, keys_values, source_mask, key, taps)
+
+    def sublayers(
+        self,
+        x: States,
+        attend_to_itself: Callable[[States, MaybeKey], States],
+        memory: KeysValues,
+        source_mask: SourceMask,
+        key: MaybeKey = None,
+        taps: Taps = None,
+    ) -> States:
+        """The three sublayers in their order; `attend_to_itself` is the first one.
+
+        It is an argument because a decoder that makes one token at a time takes the keys and values
+        of its past from a cache (cached.py). `memory` holds those of the encoder's output.
+        """
+        first_key, rest_key = split(key, 2)
+        keys = [*split(first_key, 2), *split(rest_key, 4)]
+
+        def attend_to_memory(x: States) -> States:
+            seen = inside(taps, "cross_attention")
+            return self.cross_attention(x, memory, source_mask, keys[2], seen)
+
+        x = self.self_attention_residual(x, lambda x: attend_to_itself(x, keys[0]), keys[1])
+        x = self.cross_attention_residual(x, attend_to_memory, keys[3])
+        return self.feed_forward_residual(x, lambda x: self.feed_forward(x, keys[4]), keys[5])

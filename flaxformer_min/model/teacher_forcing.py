@@ -1,0 +1,38 @@
+"""Teacher forcing: the decoder reads the target, whatever it would have said (section 3.1)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from flaxformer_min.model.dropout import split
+from flaxformer_min.model.masks import causal_mask, padding_mask
+from flaxformer_min.model.taps import Taps, inside
+from flaxformer_min.model.transformer import Transformer
+
+
+def shift_right(target: Int[Array, "B T"], bos_id: int) -> Int[Array, "B T"]:
+    """The decoder's input for a target [B, T]: BOS, then every token but the last (section 3.1)."""
+    return jnp.pad(target, ((0, 0), (1, 0)), constant_values=bos_id)[:, :-1]
+
+
+def forced_states(
+    model: Transformer,
+    source: Int[Array, "B S"],
+    target: Int[Array, "B T"],
+    *,
+    pad_id: int,
+    bos_id: int,
+    key: Key[Array, ""] | None = None,
+    taps: Taps = None,
+) -> Float[Array, "B T D"]:
+    """Decoder states [B, T, D] for source and target ids, padded; a `key` turns dropout on.
+
+    `taps` get what the layers show, under "encoder" and "decoder" (taps.py).
+    """
+    encoder_key, decoder_key = split(key, 2)
+    source_mask = padding_mask(source, pad_id)
+    target_in = shift_right(target, bos_id)
+    target_mask = padding_mask(target_in, pad_id) & causal_mask(target_in.shape[1])
+    memory = model.encode(source, source_mask, key=encoder_key, taps=inside(taps, "encoder"))
+    return model.decode_states(
+        target_in, memory, target_mask, source_mask, key=decoder_key, taps=inside(taps, "decoder")
+    )

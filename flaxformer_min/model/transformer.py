@@ -1,0 +1,195 @@
+"""The Transformer (paper, section 3): two stacks around one embedding matrix.
+
+Letters: B batch, S source length, T target length, D d_model, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.dropout import dropout, split
+from flaxformer_min.model.layers import (
+    DecoderLayer,
+    EncoderLayer,
+    MaybeKey,
+    SourceMask,
+    States,
+    TargetMask,
+)
+from flaxformer_min.model.linear import project
+from flaxformer_min.model.positions import sinusoidal_positions
+from flaxformer_min.model.taps import Taps
+
+
+class Transformer(nnx.Module):
+    """Owns every weight; holds no state, no mode and no random numbers.
+
+    A `key` turns dropout on, no key means evaluation; give `encode` and `decode` different ones.
+    Masks are boolean, True = may attend (see masks.py). Weights are float32; the activations are
+    `config.compute_dtype`. What `taps` collect of the layers has the layer as its first axis.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        self.config = config
+        layers = range(config.num_layers)
+        self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in layers])
+        self.decoder = nnx.List([DecoderLayer(config, rngs=rngs) for _ in layers])
+        # Section 3.4: with "all" this one matrix embeds both languages and makes the logits.
+        self.embedding = _table(rngs, vocab_size, config.d_model)
+        if config.share_embeddings != "all":
+            self.source_embedding = _table(rngs, vocab_size, config.d_model)
+        if config.share_embeddings == "none":
+            self.output_embedding = _table(rngs, vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.source_positions = _table(rngs, config.max_length, config.d_model)
+            self.target_positions = _table(rngs, config.max_length, config.d_model)
+
+    def encode(
+        self,
+        source: Int[Array, "B S"],
+        source_mask: SourceMask,
+        *,
+        key: MaybeKey = None,
+        taps: Taps = None,
+    ) -> Float[Array, "B S D"]:
+        """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
+        keys = split(key, len(self.encoder) + 1)
+        x = dropout(self.embed_source(source), self.config.dropout, keys[0])
+
+        def run(layer: EncoderLayer, x: States, key: MaybeKey, taps: Taps) -> States:
+            return layer(x, source_mask, key, taps)
+
+        return run_layers(self.encoder, run, x, keys[1:], self.config, taps)
+
+    def decode_states(
+        self,
+        target_in: Int[Array, "B T"],
+        memory: Float[Array, "B S D"],
+        target_mask: TargetMask,
+        source_mask: SourceMask,
+        *,
+        key: MaybeKey = None,
+        taps: Taps = None,
+    ) -> Float[Array, "B T D"]:
+        """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
+        keys = split(key, len(self.decoder) + 1)
+        x = dropout(self.embed_target(target_in), self.config.dropout, keys[0])
+
+        def run(layer: DecoderLayer, x: States, key: MaybeKey, taps: Taps) -> States:
+            return layer(x, memory, target_mask, source_mask, key, taps)
+
+        return run_layers(self.decoder, run, x, keys[1:], self.config, taps)
+
+    def decode(
+        self,
+        target_in: Int[Array, "B T"],
+        memory: Float[Array, "B S D"],
+        target_mask: TargetMask,
+        source_mask: SourceMask,
+        *,
+        key: MaybeKey = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits [B, T, V]: `decode_states`, projected to the vocabulary."""
+        states = self.decode_states(target_in, memory, target_mask, source_mask, key=key)
+        return self.project(states)
+
+    def project(self, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The pre-softmax projection: states [B, T, D] -> logits [B, T, V]."""
+        return project(states, self.output_table)
+
+    @property
+    def output_table(self) -> Float[Array, "V D"]:
+        """The matrix of the pre-softmax projection, [V, D]."""
+        share = self.config.share_embeddings
+        return (self.output_embedding if share == "none" else self.embedding)[...]
+
+    def embed_source(self, source: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Source ids [B, S] -> the input [B, S, D] of the first encoder layer, before dropout."""
+        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
+        return self.embed(table, source, self.positions("source", source.shape[1])[None])
+
+    def embed_target(self, target_in: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Target ids shifted right [B, T] -> the first decoder layer's input, before dropout."""
+        positions = self.positions("target", target_in.shape[1])
+        return self.embed(self.embedding, target_in, positions[None])
+
+    def positions(self, side: Literal["source", "target"], length: int) -> Float[Array, "length D"]:
+        """The table of positions 0 to length - 1 that `config.positions` asks for, [length, D]."""
+        if self.config.positions == "sinusoidal":
+            return jnp.asarray(sinusoidal_positions(length, self.config.d_model))
+        table = self.source_positions if side == "source" else self.target_positions
+        return table[...][:length]
+
+    def embed(
+        self,
+        table: nnx.Param,
+        ids: Int[Array, "B T"],
+        positions: Float[Array, "#B #T D"],
+    ) -> Float[Array, "B T D"]:
+        """Ids [B, T] -> embedding times sqrt(D), plus position (sections 3.4, 3.5), [B, T, D]."""
+        scaled = table[...][ids] * self.config.d_model**0.5
+        return (scaled + positions).astype(self.dtype)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of activations: bfloat16 if asked for, else that of the weights."""
+        bfloat16 = self.config.compute_dtype == "bfloat16"
+        return jnp.dtype(jnp.bfloat16) if bfloat16 else self.embedding[...].dtype
+
+
+def run_layers(
+    layers: Sequence[nnx.Module],
+    run: Callable[[Any, States, MaybeKey, Taps], States],
+    x: States,
+    keys: Sequence[MaybeKey],
+    config: ModelConfig,
+    taps: Taps = None,
+) -> States:
+    """Takes x [B, T, D] through the layers in order, through each with `run(layer, x, key, taps)`.
+
+    `config.remat` keeps only the input of each layer for the backward pass and computes the rest
+    again. `config.scan_layers` compiles one layer and loops over it; outside of this function the
+    layers keep weights of their own, so that checkpoints do not know of it.
+    """
+    if not layers:
+        return x
+    structure = nnx.split(layers[0])[0]  # all layers have the same
+    weights = [nnx.split(layer)[1] for layer in layers]
+
+    def one(x, part):
+        (weights, key), seen = part, None if taps is None else {}
+        x = run(nnx.merge(structure, weights), x, key, seen)
+        return x, seen  # returned, because a compiled function can hand out nothing else
+
+    if config.remat:
+        # A loop's body cannot be merged with its copy in the backward pass anyway.
+        one = jax.checkpoint(one, prevent_cse=not config.scan_layers)
+    parts = list(zip(weights, keys, strict=True))
+    if config.scan_layers:
+        x, seen = jax.lax.scan(one, x, _stacked(parts))
+    else:
+        if isinstance(x, jax.core.Tracer):
+            one = jax.jit(one)  # traced once, not for every layer; eagerly each call would compile
+        each = []
+        for part in parts:
+            x, seen = one(x, part)
+            each.append(seen)
+        seen = _stacked(each)
+    if taps is not None and seen is not None:
+        taps.update(seen)
+    return x
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    """Trees of equal structure as one tree, whose leaves have another first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _table(rngs: nnx.Rngs, rows: int, d_model: int) -> nnx.Param:
+    """A [rows, D] matrix, normal with standard deviation D^-0.5."""
+    return nnx.Param(jax.random.normal(rngs.params(), (rows, d_model)) * d_model**-0.5)

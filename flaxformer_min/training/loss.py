@@ -1,0 +1,211 @@
+"""The label-smoothed cross-entropy (paper, section 5.4), as a sum and a number of tokens.
+
+Sums are divided once, on the global batch, so that every token counts alike. The convention is
+optax's and PyTorch's: the target distribution is (1 - smoothing) on the label plus smoothing / V
+on every entry, the label included. (tensor2tensor spreads the smoothing over the other V - 1
+entries and subtracts a constant: another number, hardly another optimum.)
+
+`smoothed_cross_entropy` is the loss. All else here computes it, and its gradient by `jax.vjp` of
+the same function, without ever holding the logits of a whole batch.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Key
+
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.model.build import Params
+from flaxformer_min.model.linear import project
+from flaxformer_min.model.teacher_forcing import forced_states
+from flaxformer_min.training.sharding import ROW_AXES, ROWS, gather_fsdp, row_shares
+
+# Target positions whose logits a device holds at once: what fits a CPU's cache, and elsewhere
+# what keeps matrix units busy, 0.6 GB for 37,000 words.
+LOSS_TOKENS_CPU, LOSS_TOKENS = 512, 4096
+
+Sums = tuple[Float[Array, ""], Float[Array, ""]]
+# (params, batch, key) -> sum of losses, number of target tokens; no key means without dropout
+Loss = Callable[[Params, Batch, Key[Array, ""] | None], Sums]
+
+
+def smoothed_cross_entropy(
+    logits: Float[Array, "*N V"],
+    labels: Int[Array, "*N"],
+    weights: Float[Array, "*N"],
+    smoothing: float,
+) -> Sums:
+    """(sum of weighted losses in nats, sum of weights) of logits [..., V] and labels [...].
+
+    A position of weight 0 (padding) contributes nothing. Computed in at least float32.
+    """
+    logits = _wide(logits)
+    is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
+    picked = jnp.where(is_label, logits, 0).sum(-1)  # the transpose of a gather would be a scatter
+    expected = (1 - smoothing) * picked + smoothing * logits.mean(-1)
+    losses = jax.nn.logsumexp(logits, axis=-1) - expected
+    return jnp.sum(losses * weights), jnp.sum(weights).astype(logits.dtype)
+
+
+def make_loss(
+    graphdef: nnx.GraphDef,
+    *,
+    pad_id: int,
+    bos_id: int,
+    smoothing: float,
+    mesh: Mesh | None = None,
+) -> Loss:
+    """The loss of a Transformer on the target tokens of a batch, EOS included.
+
+    `mesh` is the one whose devices share the rows of the batch, if there is one.
+    """
+
+    def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> Sums:
+        model = nnx.merge(graphdef, gather_fsdp(mesh, params))
+        source, target = jnp.asarray(batch.source), jnp.asarray(batch.target)
+        states = forced_states(model, source, target, pad_id=pad_id, bos_id=bos_id, key=key)
+        weights = (target != pad_id).astype(jnp.float32)
+        chunk, table = chunk_size(len(target), target.shape[1], mesh), model.output_table
+        return projected_cross_entropy(states, table, target, weights, smoothing, chunk, mesh)
+
+    return loss
+
+
+def chunk_size(rows: int, length: int, mesh: Mesh | None) -> int:
+    """The number of target columns, of a batch [rows, length], whose logits are made at a time."""
+    shares = row_shares(mesh)
+    if mesh is None or mesh.devices.flat[0].platform == "cpu":
+        return min(length, max(1, LOSS_TOKENS_CPU * shares // rows))
+    chunks = math.ceil(rows * length / (LOSS_TOKENS * shares))
+    return math.ceil(length / chunks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def projected_cross_entropy(
+    states: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    smoothing: float,
+    chunk: int,
+    mesh: Mesh | None = None,
+) -> Sums:
+    """`smoothed_cross_entropy(states @ table.T, ...)`, never holding more than B x chunk x V.
+
+    Target positions are taken `chunk` columns at a time, and where gradients are wanted each
+    chunk's are formed while its logits are still at hand. On a mesh each device takes its own
+    rows, and what they found is added up over the devices once, after the last chunk.
+    """
+    total = _on_own_rows(_total, mesh, smoothing, chunk)(states, table, labels, weights).sum()
+    return total, jnp.sum(weights).astype(total.dtype)
+
+
+def _forward(states, table, labels, weights, smoothing, chunk, mesh):
+    """The sums, and beside them the gradients with respect to states and table."""
+    gradients = _on_own_rows(_gradients, mesh, smoothing, chunk)
+    total, states_grad, table_grad = gradients(states, table, labels, weights)
+    total = total.sum()
+    sums = total, jnp.sum(weights).astype(total.dtype)
+    return sums, (states_grad, table_grad.sum(0))
+
+
+def _backward(smoothing, chunk, mesh, gradients, cotangents):
+    """The gradients, scaled by the cotangent of the sum of losses."""
+    states_grad, table_grad = gradients
+    scale = cotangents[0]  # the number of tokens does not depend on states or table
+    return states_grad * scale.astype(states_grad.dtype), table_grad * scale, None, None
+
+
+projected_cross_entropy.defvjp(_forward, _backward)
+
+
+def _total(states, table, labels, weights, smoothing, chunk):
+    """The sum of losses, [1], of some rows; arguments as of `projected_cross_entropy`."""
+
+    def add(total, columns):
+        states_c, labels_c, weights_c = columns
+        logits = project(states_c, table)
+        return total + smoothed_cross_entropy(logits, labels_c, weights_c, smoothing)[0], None
+
+    zero = jnp.zeros((), _wide(states).dtype)
+    return jax.lax.scan(add, zero, _columns((states, labels, weights), chunk))[0][None]
+
+
+def _gradients(states, table, labels, weights, smoothing, chunk):
+    """`_total` [1] of some rows, its gradients by the states [B, T, D] and the table [1, V, D].
+
+    The products are written out, because the table's gradient is summed in the table's own dtype,
+    which is wider than that of the states where they are bfloat16.
+    """
+
+    def add(carry, columns):
+        total, table_grad = carry
+        states_c, labels_c, weights_c = columns
+
+        def loss_of(logits):
+            return smoothed_cross_entropy(logits, labels_c, weights_c, smoothing)[0]
+
+        loss, pull_back = jax.vjp(loss_of, project(states_c, table))
+        grad = pull_back(jnp.ones_like(loss))[0].astype(states.dtype)
+        states_grad = jnp.matmul(grad, table.astype(grad.dtype), precision="highest")
+        table_grad += jnp.matmul(
+            grad.reshape(-1, grad.shape[-1]).T,
+            states_c.reshape(-1, states_c.shape[-1]),
+            precision="highest",
+            preferred_element_type=table_grad.dtype,
+        )
+        return (total + loss, table_grad), states_grad
+
+    zero = (jnp.zeros((), _wide(states).dtype), jnp.zeros_like(table))
+    columns = _columns((states, labels, weights), chunk)
+    (total, table_grad), states_grad = jax.lax.scan(add, zero, columns)
+    states_grad = jnp.moveaxis(states_grad, 0, 1).reshape(states.shape[0], -1, states.shape[2])
+    return total[None], states_grad[:, : states.shape[1]], table_grad[None]
+
+
+def _columns(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
+    """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...], filled up with zeros (weight 0).
+
+    T = 5, chunk = 2:   a b c d e   ->   a b | c d | e 0
+    """
+
+    def cut(x):
+        missing = -x.shape[1] % chunk
+        x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(cut, arrays)
+
+
+def _on_own_rows(function: Callable, mesh: Mesh | None, *static: Any) -> Callable:
+    """A function of (states, table, labels, weights) that each device applies to its own rows.
+
+    It is `function` of these and of `static`. Each device of the mesh has the whole table, tensor
+    parallelism apart, which XLA sees to. The devices' results lie one behind the other along their
+    first axis.
+    """
+
+    def own(states, table, labels, weights):
+        return function(states, table, labels, weights, *static)
+
+    if mesh is None:
+        return own
+    return jax.shard_map(
+        own,
+        mesh=mesh,
+        axis_names=set(ROW_AXES),
+        in_specs=(ROWS, P(), ROWS, ROWS),
+        out_specs=ROWS,
+        check_vma=False,  # the scan over chunks starts from zeros, which do not vary
+    )
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

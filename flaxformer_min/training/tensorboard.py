@@ -1,0 +1,49 @@
+"""A run's numbers as TensorBoard events."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from flaxformer_min.system.files import naming
+
+
+class Events:
+    """A TensorBoard event file; what cannot be written raises OSError naming the folder.
+
+    tensorboardX's SummaryWriter would write it from a thread, which a full disk kills without a
+    word and which then blocks whoever hands it an eleventh number.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        """Hides the events after `step` that earlier files have."""
+        self._folder = folder
+        with naming(folder):
+            folder.mkdir(exist_ok=True)
+            self._writer = EventsWriter(str(folder / "events"), f".{step}")
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(step=step + 1, session_log=start))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of a step, by name."""
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def flush(self) -> None:
+        """Puts everything on disk."""
+        with naming(self._folder):
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Puts everything on disk and ends the file."""
+        with naming(self._folder):
+            self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        with naming(self._folder):
+            self._writer.write_event(event)

@@ -1,0 +1,94 @@
+"""Where a run stands: the best evaluation, patience, what is due and when it is over."""
+
+import dataclasses
+import math
+
+import pytest
+
+from flaxformer_min.checkpoints.progress import Progress, score
+from flaxformer_min.config import TrainConfig
+from flaxformer_min.training.cursor import Cursor
+
+
+def progress_after(scores: list[float]) -> Progress:
+    progress = Progress()
+    for step, value in enumerate(scores, start=1):
+        progress = progress.after(value, step)
+    return progress
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([], Progress(None, None, 0)),
+        ([3.0], Progress(3.0, 1, 0)),
+        ([3.0, 5.0], Progress(5.0, 2, 0)),
+        ([3.0, 5.0, 5.0], Progress(5.0, 2, 1)),  # an equal score is no better
+        ([3.0, 2.0, 1.0], Progress(3.0, 1, 2)),
+        ([3.0, 2.0, 4.0, 1.0], Progress(4.0, 3, 1)),
+        ([-math.inf, -math.inf, -2.0], Progress(-2.0, 3, 0)),
+    ],
+)
+def test_the_best_evaluation_is_the_first_of_the_highest_score(scores, expected):
+    assert progress_after(scores) == expected
+
+
+@pytest.mark.parametrize(
+    ("worse", "patience", "ends"),
+    [(0, 1, False), (1, 1, True), (2, 3, False), (3, 3, True), (99, None, False)],
+)
+def test_patience_ends_a_run_after_so_many_evaluations_that_were_no_better(worse, patience, ends):
+    assert Progress(1.0, 1, worse).exhausted(patience) == ends
+
+
+def test_higher_bleu_and_lower_loss_score_higher():
+    better = {"bleu": {"score": 31.0}, "validation_loss": 1.7}
+    worse = {"bleu": {"score": 29.0}, "validation_loss": 2.3}
+    for metric in ("bleu", "loss"):
+        assert score(better, metric) > score(worse, metric)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ranks_below_every_other(loss):
+    assert score({"validation_loss": loss}, "loss") < score({"validation_loss": 1e30}, "loss")
+
+
+TRAIN = TrainConfig(steps=70, evaluate_every=30, checkpoint_every=10, patience=2)
+RECORD = {"bleu": {"score": 3.0}, "validation_loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluation", "due", "regular", "over"),
+    [
+        (0, None, False, True, False),
+        (7, None, False, False, False),
+        (10, None, False, True, False),
+        (30, None, True, False, False),  # saved now, the checkpoint would lack its evaluation
+        (30, RECORD, False, True, False),
+        (70, None, True, False, False),  # the last step is always evaluated
+        (70, RECORD, False, True, True),
+        (80, None, True, False, False),  # of a run that had more steps
+        (80, RECORD, False, True, True),
+    ],
+)
+def test_what_is_due_at_a_step(step, evaluation, due, regular, over):
+    at = Cursor(step, evaluation=evaluation)
+    assert (at.evaluation_due(TRAIN), at.regular(TRAIN), at.over(TRAIN)) == (due, regular, over)
+
+
+def test_a_position_counts_its_evaluations_and_steps():
+    at = Cursor().next()
+    assert at == Cursor(1, Progress(), None, saved=False)
+    at = Cursor(30).evaluated(RECORD, TRAIN)
+    assert at == Cursor(30, Progress(3.0, 30, 0), RECORD, saved=False)
+    assert at.next() == Cursor(31, Progress(3.0, 30, 0), None, saved=False)
+    for step in (60, 61):
+        assert not at.over(TRAIN)
+        at = Cursor(step, at.progress).evaluated(RECORD, TRAIN)
+    assert at.over(TRAIN)
+    assert not at.over(dataclasses.replace(TRAIN, patience=None))
+
+
+def test_a_position_ranks_by_the_metric_of_the_config():
+    by_loss = dataclasses.replace(TRAIN, best_metric="loss")
+    assert Cursor(30).evaluated(RECORD, by_loss).progress == Progress(-1.0, 30, 0)

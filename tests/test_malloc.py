@@ -1,0 +1,27 @@
+"""A step works in the memory that the step before it worked in."""
+
+import subprocess
+import sys
+
+import pytest
+
+# The page faults of the fourth call of a program that needs 64 MiB for what it works in.
+COUNT_FAULTS = """
+import resource
+from flaxformer_min.system.malloc import keep_work_space
+keep_work_space()
+import jax, jax.numpy as jnp
+step = jax.jit(lambda x: jnp.sort(jnp.outer(x, x), axis=1).sum(axis=0) / x.size)
+x = jnp.ones(4096)
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    x = jax.block_until_ready(step(x))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = 64 * 2**20 // 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a matter of glibc")
+def test_the_work_space_of_a_step_serves_the_next_one():
+    faults = int(subprocess.check_output([sys.executable, "-c", COUNT_FAULTS]))
+    assert faults < PAGES / 10

@@ -1,0 +1,172 @@
+"""Several processes: the same numbers as one, one stop, one end; and nothing for a single one."""
+
+import re
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny_config
+from processes import Accident, free_port, launch, metrics, worst_difference
+from tiny_config import changed
+
+from flaxformer_min import cli
+from flaxformer_min.checkpoints.format import read_meta
+from flaxformer_min.checkpoints.retention import counted_steps
+from flaxformer_min.config import Config
+from flaxformer_min.data.batching import assemble
+from flaxformer_min.errors import UserError
+from flaxformer_min.system import processes as distributed
+from flaxformer_min.system.failures import judged
+from flaxformer_min.system.processes import broadcast, exchange, on_first
+from flaxformer_min.training import loop as training
+from flaxformer_min.training.sharding import make_mesh, place_rows, rows_here
+
+FLAGS = "--data.vocab_size 285 --train.steps 30 --train.evaluate_every 20 --train.checkpoint_every"
+FLAGS = [*FLAGS.split(), "20", "--decode.bleu_tokenize", "char"]  # of words none is right so soon
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory) -> Path:
+    """The folder of a corpus of 13 pairs, and 5 to evaluate; no batch is full, no share equal."""
+    folder = tmp_path_factory.mktemp("uneven")
+    tiny_config.write_corpus(folder, train=13, validation=5)
+    return folder
+
+
+def as_flags_say(uneven: Path) -> Config:
+    config = changed(tiny_config.get_config(str(uneven)), "data", vocab_size=285)
+    config = changed(config, "decode", bleu_tokenize="char")
+    return changed(config, "train", steps=30, evaluate_every=20, checkpoint_every=20)
+
+
+def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_path):
+    accident = Accident(process=1, call=24, number=signal.SIGTERM)
+    ended = launch(uneven, tmp_path / "two", 2, *FLAGS, accidents=[accident])
+    assert [process.status for process in ended] == [143, 143], ended
+    step = counted_steps(tmp_path / "two" / "checkpoints")[-1]
+    assert 23 <= step <= 26
+    assert f"stopped at step {step}; the same command goes on" in ended[0].errors
+    assert "step" not in ended[1].errors  # the second process is quiet
+    assert read_meta(tmp_path / "two" / "checkpoints" / str(step)).interim
+    assert metrics(tmp_path / "two")[-1]["step"] == step
+    for workdir in (tmp_path / "two", tmp_path / "one"):  # eight devices in this process
+        assert training.run(as_flags_say(uneven), workdir) == 0
+    assert worst_difference(tmp_path / "one", tmp_path / "two") < 1e-5
+    evaluated = next(line for line in metrics(tmp_path / "two") if "bleu" in line)  # by both
+    assert evaluated["bleu"]["score"] > 0
+
+
+def test_a_killed_process_ends_the_other_which_names_it(uneven, tmp_path):
+    accident = Accident(process=1, call=3, number=signal.SIGKILL)
+    ended = launch(uneven, tmp_path, 2, *FLAGS, accidents=[accident], silence=10)
+    assert [process.status for process in ended] == [1, -signal.SIGKILL], ended
+    assert "error: process 1 has died or hangs" in ended[0].errors
+
+
+def test_a_mistake_ends_both_with_one_line_of_the_first(tmp_path):
+    tiny_config.write_corpus(tmp_path, train=3, validation=2)
+    (tmp_path / "train.de").unlink()
+    ended = launch(tmp_path, tmp_path / "workdir", 2, *FLAGS)
+    assert [process.status for process in ended] == [2, 2], ended
+    assert ended[0].errors.count("\n") == 1 and "train.de: No such file" in ended[0].errors
+    assert ended[1].errors == ""
+
+
+@pytest.mark.parametrize(
+    ("silent", "failures", "since", "expected"),
+    [
+        ([0, 59, 59], {}, None, None),
+        ([0, 61, 1], {}, None, (1, True, "process 1 has died or hangs: no sign of life for 61")),
+        ([0, 61, 70], {}, None, (1, True, "process 1 has .* seconds; process 2 has .* 70 seconds")),
+        ([0, 1, 1], {0: ["bad file", 2]}, 1, None),  # others may have found the same
+        ([0, 1, 1], {0: ["bad file", 2]}, 3, (2, False, "^bad file$")),
+        ([0, 1, 1], {0: ["bad file", 2], 1: ["bad file", 2]}, 3, (2, False, "^bad file$")),
+        ([0, 1, 1], {2: ["no memory", 1], 1: ["lost", 1]}, 3, (1, False, "^process 1: lost$")),
+        ([0, 5, 1], {0: ["lost", 1]}, 3, None),  # process 1 may be the reason
+        ([0, 16, 1], {0: ["lost", 1]}, 14, (1, True, "^process 1 has died or hangs")),
+        ([0, 1, 1], {0: [None, 130]}, 3, (130, False, None)),
+    ],
+)
+def test_how_a_run_ends_follows_from_who_failed_and_who_is_silent(
+    silent, failures, since, expected
+):
+    seconds = {process: float(value) for process, value in enumerate(silent)}
+    verdict = judged(seconds, failures, None if since is None else float(since))
+    if expected is None:
+        assert verdict is None
+        return
+    assert verdict is not None and (verdict.status, verdict.by_all) == expected[:2]
+    if expected[2] is None:
+        assert verdict.text is None
+    else:
+        assert verdict.text is not None
+        assert re.search(expected[2], verdict.text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("process 0", "belong together: give all three or none"),
+        ("coordinator localhost:1 processes 2", "belong together"),
+        ("coordinator localhost:1 processes 2 process 2", "it must be from 0 to 1"),
+        (
+            "coordinator localhost processes 2 process 0",
+            "coordinator is localhost: it must be HOST",
+        ),
+        ("coordinator localhost:x processes 2 process 0", "localhost:x: it must be HOST:PORT"),
+        ("coordinator localhost:1 processes none process 0", "'none' is no whole number above 0"),
+        ("coordinator localhost:1 processes 2 process -1", "'-1' is no whole number"),
+    ],
+)
+def test_flags_that_do_not_fit_are_one_line(uneven, tmp_path, capfd, flags, message):
+    given = [
+        f"--distributed.{word}" if word in ("coordinator", "processes", "process") else word
+        for word in flags.split()
+    ]
+    config = f"{tiny_config.__file__}:{uneven}"
+    assert cli.main(["train", "--config", config, "--workdir", str(tmp_path / "w"), *given]) == 2
+    errors = capfd.readouterr().err
+    assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
+
+
+def test_a_coordinator_that_is_not_there_is_the_users_mistake(monkeypatch):
+    monkeypatch.setattr(distributed, "START", 0.1)
+    where = f"127.0.0.1:{free_port()}"
+    with pytest.raises(UserError, match=f"{where}: process 0 cannot be reached there .* refused"):
+        distributed.initialize(where, 2, 1)
+
+
+@pytest.mark.parametrize(("tasks", "expected"), [(None, False), ("1", False), ("2", True)])
+def test_a_cluster_is_one_of_slurm_with_more_than_one_task(monkeypatch, tasks, expected):
+    if tasks is not None:
+        names = ("JOB_ID", "STEP_NODELIST", "PROCID", "LOCALID")
+        for name in names:
+            monkeypatch.setenv(f"SLURM_{name}", "1")
+        monkeypatch.setenv("SLURM_NTASKS", tasks)
+    joined = []
+    monkeypatch.setattr(distributed, "_join", lambda **where: joined.append(where))
+    distributed.initialize(None, None, None)
+    assert joined == ([{}] if expected else [])
+
+
+def test_one_process_waits_for_nobody():
+    assert exchange() == {} and exchange("a") == {0: "a"}
+    assert on_first(lambda: (1, 2)) == (1, 2)
+    assert broadcast(lambda: {"score": 0.1}) == {"score": 0.1}
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_the_rows_of_all_processes_make_the_batch(tiny, finished, mesh):
+    made = make_mesh(changed(tiny, "mesh", **mesh).mesh)
+    np.testing.assert_array_equal(rows_here(made, 16), np.arange(16))
+    data = training.shared_data(tiny, finished)
+    for step in range(data.plan.batches_per_epoch):  # one of them is not full
+        place = data.plan, data.train, 0, step
+        whole = assemble(*place)
+        for p in range(3):
+            part = assemble(*place, lambda rows, p=p: np.arange(p, rows, 3))
+            for side in range(2):
+                np.testing.assert_array_equal(part[side], whole[side][p::3])
+    assert isinstance(place_rows(made, whole).source, jax.Array)

@@ -1,0 +1,200 @@
+"""Every change to a checkpoint's bytes is noticed and laid to the file in which it is."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import saved
+
+from flaxformer_min.checkpoints.format import META, read_config, read_meta
+from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.checkpoints.retention import newest_good
+from flaxformer_min.errors import UserError
+from flaxformer_min.system.sealed import CheckpointError, delete, put_in_place, seal, verify
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the checkpoints 5 and 11; to be left as it is."""
+    return saved(tmp_path_factory.mktemp("run"), 5, 11)
+
+
+@pytest.fixture
+def root(two_steps: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(two_steps, tmp_path / "checkpoints")
+
+
+def every_file(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def reseal(folder: Path) -> None:
+    """A manifest that agrees with the files, as another program could have written it."""
+    (folder / "manifest.json").unlink()
+    seal(folder)
+
+
+def assert_named(root: Path, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The damaged file of checkpoint 11 is named, and 5 is used."""
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged"):
+        verify(root / "11")
+    caplog.clear()
+    assert newest_good(root) == 5
+    assert [record.message.startswith(f"{path}: damaged") for record in caplog.records] == [True]
+
+
+def test_a_flipped_bit_anywhere_is_noticed_and_its_file_named(root, caplog):
+    draw = random.Random(1)
+    files = [path for path in every_file(root / "11") if path.stat().st_size]
+    assert len(files) > 10
+    for path in [*files, *draw.choices(files, k=60)]:
+        content = path.read_bytes()
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        assert_named(root, path, caplog)
+        path.write_bytes(content)
+    verify(root / "11")
+
+
+def test_any_flipped_bit_of_the_manifest_is_damage_and_never_another_format(root):
+    path = root / "5" / "manifest.json"
+    content = path.read_bytes()
+    for place in range(content.index(b"format"), content.index(b"files")):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=f"^{path}: damaged: no manifest of format 2"):
+                verify(root / "5")
+
+
+def test_a_cut_an_emptied_and_a_lost_file_are_noticed_and_named(root, caplog):
+    for path in every_file(root / "11"):
+        content = path.read_bytes()
+        for shorter in [content[:-1], content[: len(content) // 2], b""]:
+            if shorter != content:
+                path.write_bytes(shorter)
+                assert_named(root, path, caplog)
+        path.unlink()
+        assert_named(root, path, caplog)
+        path.write_bytes(content)
+    verify(root / "11")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "null",
+        "[]",
+        "7",
+        '"text"',
+        "{}",
+        '{"format": 2, "files": {}}',
+        '{"sha256": [], "format": 2, "files": {}}',
+        "[" * 100_000,
+        "{" * 9,
+        "",
+    ],
+)
+def test_a_manifest_of_another_kind_is_itself_the_damaged_file(root, content):
+    path = root / "11" / "manifest.json"
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged: no manifest of format 2"):
+        verify(path.parent)
+
+
+def test_a_manifest_that_names_another_hash_is_itself_the_damaged_file(root):
+    path = root / "11" / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"]["config.json"]["sha256"] = "0" * 64
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged: no manifest"):
+        verify(path.parent)
+
+
+def test_another_format_version_is_named_and_refused(root, monkeypatch):
+    monkeypatch.setattr("flaxformer_min.system.sealed.FORMAT", 3)
+    reseal(root / "11")
+    monkeypatch.undo()
+    refusal = "11: checkpoint format 3; this program reads 2"
+    with pytest.raises(UserError, match=refusal):
+        load_for_inference(root.parent)
+    with pytest.raises(UserError, match=refusal):
+        newest_good(root)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "5"),
+        ("step", None),
+        ("tokenizer_sha256", 7),
+        ("evaluation", [1]),
+        ("progress", None),
+        ("progress", {"best": 1}),
+        ("progress", {"best_score": "high", "best_step": 1, "evaluations_since": 0}),
+        ("interim", 0),
+        ("averaged_steps", "5"),
+        ("packages", []),
+        ("best_score", 1),
+        ("unknown", 1),
+    ],
+)
+def test_meta_of_another_type_is_one_line_and_no_traceback(root, key, value):
+    path = root / "11" / META
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    reseal(root / "11")
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged: (TypeError|KeyError): [^\n]+$"):
+        read_meta(root / "11")
+
+
+def test_meta_config_tokenizer_and_arrays_of_another_kind_are_one_line(root):
+    folder = root / "11"
+    for name, content, error in (
+        ("meta.json", b"[]", CheckpointError),
+        ("meta.json", b"\xff", CheckpointError),
+        ("config.json", b"\xff", UserError),
+        ("config.json", b'{"model": 7}', UserError),
+        ("tokenizer.model", b"none", UserError),
+        ("arrays/params/manifest.ocdbt", b"none", CheckpointError),
+    ):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        reseal(folder)
+        with pytest.raises(error, match=rf"^{folder}/[^\n]+$") as caught:
+            load_for_inference(folder)
+        assert str(caught.value).startswith(f"{folder / name.split('/')[0]}")
+        (folder / name).write_bytes(before)
+    reseal(folder)
+    assert read_config(folder) == load_for_inference(folder).config
+
+
+# ---- Names
+
+
+def test_deleting_is_one_step_after_which_nothing_counts(root, monkeypatch):
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flaxformer_min.system.sealed.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete(root / "11")
+    assert sorted(path.name for path in root.iterdir()) == ["11.deleted", "5"]
+    assert newest_good(root) == 5
+    shutil.copytree(root / "5", root / "11")
+    delete(root / "11")  # also where an earlier deletion did not end
+    delete(root / "11")  # or there is nothing
+    assert [path.name for path in root.iterdir()] == ["5"]
+
+
+def test_what_is_put_in_place_replaces_what_had_the_name(root):
+    content = (root / "11" / "meta.json").read_bytes()
+    (root / "11").rename(root / "5.partial")
+    put_in_place(root / "5")
+    assert [path.name for path in root.iterdir()] == ["5"]
+    assert (root / "5" / "meta.json").read_bytes() == content
