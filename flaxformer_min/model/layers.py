@@ -141,7 +141,7 @@ class EncoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        mask: SourceMask,
+        mask: Bool[Array, "#B 1 #S S"],
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> Float[Array, "B S D"]:

@@ -32,8 +32,9 @@ from flaxformer_min.training.sharding import ROW_AXES, ROWS, gather_fsdp, row_sh
 LOSS_TOKENS_CPU, LOSS_TOKENS = 512, 4096
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
-# (params, batch, key) -> sum of losses, number of target tokens; no key means without dropout
-Loss = Callable[[Params, Batch, Key[Array, ""] | None], Sums]
+# (params, batch, key) -> sum of losses, number of target tokens; no key means without dropout.
+# The batch is whatever the loss understands, its leaves [B, T].
+Loss = Callable[[Params, Any, Key[Array, ""] | None], Sums]
 
 
 def smoothed_cross_entropy(

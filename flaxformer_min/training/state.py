@@ -36,10 +36,11 @@ def init_state(
 ) -> TrainState:
     """A fresh state: step 0, weights drawn from `seed`. Traceable, so it can be born sharded."""
     _, params = initializer(config, vocab_size)(jax.random.key(seed))
-    return _initial_state(params, optimizer)
+    return initial_state(params, optimizer)
 
 
-def _initial_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def initial_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state at step 0 of a model with these parameters."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero, zero)
 
@@ -49,4 +50,4 @@ def state_shapes(
 ) -> TrainState:
     """`init_state` as shapes, without building the modules again."""
     _, params = split_model(config, vocab_size)
-    return jax.eval_shape(lambda params: _initial_state(params, optimizer), params)
+    return jax.eval_shape(lambda params: initial_state(params, optimizer), params)

@@ -1,18 +1,18 @@
 """One training step as a pure function of (state, batch, key)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Key
 
-from flaxformer_min.data.batch import Batch
 from flaxformer_min.model.build import Params
 from flaxformer_min.training.loss import Loss, Sums
 from flaxformer_min.training.state import Metrics, TrainState
 
-TrainStep = Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]
+TrainStep = Callable[[TrainState, Any, Key[Array, ""]], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -20,11 +20,11 @@ def make_train_step(
 ) -> TrainStep:
     """The function (state, batch, root_key) -> (state, metrics), to be jitted by the caller.
 
-    `loss(params, batch, key)` gives (sum of losses, number of target tokens). The gradient is that
-    of the mean over all target tokens of the batch, also when its rows are split into
-    `accumulation` micro-batches. Dropout's key is the root key folded with the step and the
-    micro-batch. A step whose loss or gradient is not finite changes neither parameters nor
-    optimizer; it is counted, and the step number goes on.
+    `loss(params, batch, key)` gives (sum of losses, number of target tokens); a batch is any tree
+    of arrays [B, T]. The gradient is that of the mean over all target tokens of the batch, also
+    when its rows are split into `accumulation` micro-batches. Dropout's key is the root key folded
+    with the step and the micro-batch. A step whose loss or gradient is not finite changes neither
+    parameters nor optimizer; it is counted, and the step number goes on.
     """
 
     def train_step(state, batch, root_key):
@@ -43,7 +43,7 @@ def make_train_step(
 
 
 def gradient_sums(
-    loss: Loss, params: Params, batch: Batch, key: Key[Array, ""], accumulation: int
+    loss: Loss, params: Params, batch: Any, key: Key[Array, ""], accumulation: int
 ) -> tuple[Sums, Params]:
     """((sum of losses, tokens), gradient of that sum) of a batch, one micro-batch at a time."""
     gradient = jax.value_and_grad(loss, has_aux=True)

@@ -1,0 +1,59 @@
+"""Outside of the package: the examples learn, and what README shows is there and runs."""
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURE = (ROOT / "docs" / "figure1.svg").read_text(encoding="utf-8")
+
+
+def example(name: str) -> ModuleType:
+    """A program in examples/ as a module; it is a script and lies in no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("pre_norm", np.log(20)), ("decoder_only", np.log(256))]
+)
+def test_an_example_begins_at_the_loss_of_a_guess_and_learns(name, start):
+    losses = example(name).train(60)
+    assert 0.9 * start < losses[0] < 1.5 * start
+    assert losses[-1] < 0.85 * start
+
+
+def test_the_thirty_lines_of_the_readme_run_and_print_what_they_say():
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+    assert len([line for line in code.splitlines() if line]) <= 32
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "README.md", "exec"), {})
+    attention, learned = printed.getvalue().splitlines()
+    assert attention == "[[[[0.5 0.5 0. ]]]]"
+    assert int(learned.split("%")[0]) >= 95
+
+
+def test_every_file_that_figure_1_names_is_there():
+    named = re.findall(r"\b([a-z]+/[a-z_0-9]+\.py)", FIGURE)
+    assert len(set(named)) >= 10
+    assert [name for name in named if not (ROOT / "flaxformer_min" / name).is_file()] == []
+
+
+def test_every_file_that_the_readme_names_is_there():
+    named = set(re.findall(r"`([a-z_]+/[a-z_0-9/]+\.py)", README))
+    assert len(named) >= 10
+    homes = [ROOT, ROOT / "flaxformer_min"]
+    assert [name for name in named if not any((home / name).is_file() for home in homes)] == []
+
+
+def test_the_readme_is_read_in_one_sitting():
+    assert len(README.splitlines()) <= 220
