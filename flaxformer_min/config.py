@@ -1,34 +1,59 @@
 """The configuration: one frozen tree of dataclasses decides everything about a run.
 
 A Python file and flags make one (`config_file.load_config`); it is written inside every checkpoint
-as JSON, from which later commands read it back. Which values are allowed stands in `config_rules`.
-The comment beside a field, or above it, is its help: `train --config FILE --help` prints it.
+as JSON, from which later commands read it back. The type of a field says which values it may have
+by itself; which values contradict each other stands in `config_rules`. The comment beside a field,
+or above it, is its help: `train --config FILE --help` prints it.
 """
 
 import dataclasses
+import math
 import operator
 import typing
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+
+class Range(NamedTuple):
+    """The values that a field may have: in words, and as a test."""
+
+    rule: str
+    holds: Callable[[Any], bool]
+
 
 T = TypeVar("T")
 
 Free = Annotated[T, "free"]  # a field, or a section, that may change when a run is resumed
+Count = Annotated[int, Range("at least 1", lambda n: n >= 1)]
+CountOrZero = Annotated[int, Range("at least 0", lambda n: n >= 0)]
+CountOrNone = Annotated[int | None, Range("at least 1, or None", lambda n: n is None or n >= 1)]
+Length = Annotated[int, Range("at least 2: one piece and EOS", lambda n: n >= 2)]
+Axis = Annotated[int, Range("at least 1, or -1 for the rest", lambda n: n >= 1 or n == -1)]
+Seed = Annotated[int, Range("from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
+Rate = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
+Share = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
+Finite = Annotated[float, Range("finite", math.isfinite)]
+Positive = Annotated[float, Range("above 0", lambda x: 0 < x < math.inf)]
+PositiveOrNone = Annotated[
+    float | None, Range("above 0, or None", lambda x: x is None or 0 < x < math.inf)
+]
+Language = Annotated[str, Range("a language such as 'en'", bool)]
+Names = Annotated[tuple[str, ...], Range("given", bool)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The network (paper, section 3). The defaults are the paper's base model."""
 
-    num_layers: int = 6  # N, in each of the two stacks
-    d_model: int = 512  # D, width of what goes from layer to layer
-    d_ff: int = 2048  # F, width inside the feed-forward network
-    num_heads: int = 8  # H, in every attention
-    d_k: int = 64  # K, width of a query and a key per head
-    d_v: int = 64  # U, width of a value per head
-    dropout: float = 0.1  # P_drop, of every sublayer's output and of embeddings + positions
-    attention_dropout: float = 0.0  # of attention weights; the paper has none
-    ffn_dropout: float = 0.0  # of the activations inside the FFN; the paper has none
+    num_layers: Count = 6  # N, in each of the two stacks
+    d_model: Count = 512  # D, width of what goes from layer to layer
+    d_ff: Count = 2048  # F, width inside the feed-forward network
+    num_heads: Count = 8  # H, in every attention
+    d_k: Count = 64  # K, width of a query and a key per head
+    d_v: Count = 64  # U, width of a value per head
+    dropout: Rate = 0.1  # P_drop, of every sublayer's output and of embeddings + positions
+    attention_dropout: Rate = 0.0  # of attention weights; the paper has none
+    ffn_dropout: Rate = 0.0  # of the activations inside the FFN; the paper has none
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # the paper's, or Table 3, row E
     max_length: int = 1024  # the longest sequence the model takes, in tokens with EOS
     # Tables that are one matrix: all three (section 3.4), the target embedding and the output
@@ -56,20 +81,20 @@ class DataConfig:
     # files: source and target file names alternately, two for each pair of files, .gz accepted.
     # phrases: one slice such as "train[:60000]".
     # tfds: splits or slices of splits such as "train" and "train[:1%]".
-    train: Free[tuple[str, ...]]
-    validation: Free[tuple[str, ...]]  # written as for train
+    train: Free[Names]
+    validation: Free[Names]  # written as for train
     test: Free[tuple[str, ...]] = ()  # written as for train
-    source_language: str  # such as "en": a locale for phrases, a field of the dataset for tfds
-    target_language: str  # such as "de"
+    source_language: Language  # such as "en": a locale for phrases, a field of the dataset for tfds
+    target_language: Language  # such as "de"
     tokenizer: Free[str | None] = None  # an existing SentencePiece model; None trains one
     vocab_size: int  # pieces of the tokenizer to be trained; an existing one must have as many
-    character_coverage: float = 1.0  # share of the characters that get a piece of their own
+    character_coverage: Share = 1.0  # share of the characters that get a piece of their own
     byte_fallback: bool = True  # unknown characters survive as bytes
-    max_length: int = 256  # training pairs with a longer side are dropped; tokens with EOS
-    tokens_per_batch: int = 25_000  # rows x max(S, T) of an update, over all devices
-    num_buckets: int = 12  # largest number of static shapes of a batch
-    row_multiple: int = 8  # the rows of every shape are a multiple of it
-    seed: int = 1  # decides the tokenizer's training and the order of the batches
+    max_length: Length = 256  # training pairs with a longer side are dropped; tokens with EOS
+    tokens_per_batch: Count = 25_000  # rows x max(S, T) of an update, over all devices
+    num_buckets: Count = 12  # largest number of static shapes of a batch
+    row_multiple: Count = 8  # the rows of every shape are a multiple of it
+    seed: Seed = 1  # decides the tokenizer's training and the order of the batches
 
     @property
     def source_kind(self) -> str:
@@ -81,11 +106,11 @@ class DataConfig:
 class OptimizerConfig:
     """Adam and its learning rate (paper, section 5.3)."""
 
-    peak_learning_rate: float | None = None  # None: the paper's, (D * warmup_steps)^-0.5
-    warmup_steps: int = 4000  # the rate rises linearly up to this step, then falls as step^-0.5
-    beta2: float = 0.98  # decay of the mean of the squared gradients
-    epsilon: float = 1e-9  # added to the root of that mean
-    clip_norm: float | None = None  # largest global norm of a gradient; the paper does not clip
+    peak_learning_rate: PositiveOrNone = None  # None: the paper's, (D * warmup_steps)^-0.5
+    warmup_steps: Count = 4000  # the rate rises linearly up to this step, then falls as step^-0.5
+    beta2: Rate = 0.98  # decay of the mean of the squared gradients
+    epsilon: Positive = 1e-9  # added to the root of that mean
+    clip_norm: PositiveOrNone = None  # largest global norm of a gradient; the paper does not clip
     accumulation: int = 1  # micro-batches an update's rows are split into
 
 
@@ -93,16 +118,16 @@ class OptimizerConfig:
 class TrainConfig:
     """The loop: how long it runs, how often it evaluates and saves, what it keeps."""
 
-    steps: int = 100_000  # updates; a resumed run may have more of them
-    label_smoothing: float = 0.1  # epsilon of section 5.4
-    seed: int = 1  # decides the first weights and dropout
-    evaluate_every: Free[int] = 5_000  # steps between two evaluations
-    checkpoint_every: Free[int] = 1_000  # steps between two checkpoints
-    keep_last: Free[int] = 5  # newest checkpoints that are kept
-    keep_best: Free[int] = 1  # best checkpoints that are kept, by best_metric
+    steps: Count = 100_000  # updates; a resumed run may have more of them
+    label_smoothing: Rate = 0.1  # epsilon of section 5.4
+    seed: Seed = 1  # decides the first weights and dropout
+    evaluate_every: Free[Count] = 5_000  # steps between two evaluations
+    checkpoint_every: Free[Count] = 1_000  # steps between two checkpoints
+    keep_last: Free[Count] = 5  # newest checkpoints that are kept
+    keep_best: Free[CountOrZero] = 1  # best checkpoints that are kept, by best_metric
     best_metric: Literal["bleu", "loss"] = "bleu"  # what makes one evaluation better
     # Evaluations in a row without a better one that end the run; None trains all steps.
-    patience: Free[int | None] = None
+    patience: Free[CountOrNone] = None
     initialize_from: Free[str | None] = None  # a checkpoint whose weights start this run
 
 
@@ -110,9 +135,9 @@ class TrainConfig:
 class DecodeConfig:
     """Search (section 6.1) and the tokens that BLEU counts."""
 
-    beam_size: int = 4  # 1 is greedy search
-    length_penalty_alpha: float = 0.6  # log-probabilities are divided by ((5 + n) / 6)^alpha
-    max_length_offset: int = 50  # an output has at most source length + offset tokens, EOS counted
+    beam_size: Count = 4  # 1 is greedy search
+    length_penalty_alpha: Finite = 0.6  # log-probabilities are divided by ((5 + n) / 6)^alpha
+    max_length_offset: CountOrZero = 50  # tokens that an output may have more than its source
     # The tokenisations of sacreBLEU that need nothing more installed; none is for text that is
     # tokenised already.
     bleu_tokenize: Literal["13a", "intl", "zh", "char", "none"] = "13a"
@@ -122,9 +147,9 @@ class DecodeConfig:
 class MeshConfig:
     """Devices along each axis of the mesh; -1 means all that are left."""
 
-    data: int = -1  # the rows of a batch are split
-    fsdp: int = 1  # the rows are split, and so are weights and optimizer state
-    tensor: int = 1  # heads, d_ff and the vocabulary are split
+    data: Axis = -1  # the rows of a batch are split
+    fsdp: Axis = 1  # the rows are split, and so are weights and optimizer state
+    tensor: Axis = 1  # heads, d_ff and the vocabulary are split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,19 +164,20 @@ class Config:
     mesh: Free[MeshConfig] = MeshConfig()
 
 
-def _fields(section: type, prefix: str = "", free: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """Dotted name and type of every field below a section, and whether it is free on resume."""
+def _fields(section: type, prefix: str = "", marks: tuple = ()) -> Iterator[tuple[str, Any, tuple]]:
+    """Dotted name, type, and what Annotated adds to the type, of every field below a section."""
     for name, hint in typing.get_type_hints(section, include_extras=True).items():
         marked = typing.get_origin(hint) is Annotated
-        kind = typing.get_args(hint)[0] if marked else hint
+        kind, *own = typing.get_args(hint) if marked else [hint]
         if dataclasses.is_dataclass(kind):
-            yield from _fields(kind, f"{prefix}{name}.", free or marked)
+            yield from _fields(kind, f"{prefix}{name}.", tuple(own))
         else:
-            yield prefix + name, kind, free or marked
+            yield prefix + name, kind, (*marks, *own)
 
 
 FIELD_TYPES = {name: kind for name, kind, _ in _fields(Config)}
-FREE_ON_RESUME = {name for name, _, free in _fields(Config) if free}
+RANGES = {name: m for name, _, marks in _fields(Config) for m in marks if isinstance(m, Range)}
+FREE_ON_RESUME = {name for name, _, marks in _fields(Config) if "free" in marks}
 
 
 def flat(config: Config) -> dict[str, Any]:

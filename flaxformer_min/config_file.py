@@ -10,9 +10,9 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flaxformer_min.config import FIELD_TYPES, Config
 from flaxformer_min.config_rules import described, typed, validate
@@ -39,7 +39,17 @@ def load_config(spec: str, overrides: list[str]) -> Config:
 
 def print_help(spec: str) -> None:
     """Prints every field with its type, its value in FILE and the comment on it in `config`."""
-    print(*_help(_run_file(spec), spec), sep="\n")
+    config, indent = _run_file(spec), " " * 6
+    print(f"fields of the config, with their values in {spec}:")
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        comments = _comments(type(values))
+        print(f"\n{inspect.getdoc(values)}")
+        for name, value in vars(values).items():
+            key = f"{section.name}.{name}"
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            print(f"  --{key}: {described(FIELD_TYPES[key])} (default: {shown})")
+            print(textwrap.indent(textwrap.fill(comments[name], 90), indent))
 
 
 def _run_file(spec: str) -> Config:
@@ -151,30 +161,6 @@ def _value(kind: Any, words: list[str]) -> Any:
     if kind is bool:
         return ("False", "True").index(word) == 1
     return kind(word) if kind in (int, float) else word
-
-
-def _help(config: Config, spec: str) -> Iterator[str]:
-    yield f"fields of the config, with their values in {spec}:"
-    for section in dataclasses.fields(config):
-        values = getattr(config, section.name)
-        yield f"\n{inspect.getdoc(values)}"
-        comments = _comments(type(values))
-        for name, value in vars(values).items():
-            key = f"{section.name}.{name}"
-            shown = " ".join(value) if isinstance(value, tuple) else value
-            yield f"  --{key} {_metavar(FIELD_TYPES[key])}  (default: {shown})"
-            indent = " " * 6
-            yield textwrap.fill(comments[name], 96, initial_indent=indent, subsequent_indent=indent)
-
-
-def _metavar(kind: Any) -> str:
-    """What stands for the value of a flag in --help."""
-    choices = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        return f"{{{','.join(choices)}}}"
-    if typing.get_origin(kind) is tuple:
-        return "[STR ...]"
-    return f"{_metavar(choices[0])}|None" if choices else kind.__name__.upper()
 
 
 def _comments(section: type) -> dict[str, str]:

@@ -7,14 +7,13 @@ the records inside checkpoints.
 import dataclasses
 import inspect
 import json
-import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from flaxformer_min.config import FREE_ON_RESUME, Config, flat
+from flaxformer_min.config import FREE_ON_RESUME, RANGES, Config, DataConfig, flat
 from flaxformer_min.errors import UserError, first_line, nearest
 
 # Fields that configs once had, and the value that is now a constant of the program.
@@ -76,47 +75,6 @@ def check_resume(old: Config, new: Config) -> None:
             )
 
 
-# What a value must be, the test of it, and the fields that it holds for.
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "at least 1",
-        lambda value: value >= 1,
-        "model.num_layers model.d_model model.d_ff model.num_heads model.d_k model.d_v "
-        "data.tokens_per_batch data.num_buckets data.row_multiple optimizer.warmup_steps "
-        "train.steps train.evaluate_every train.checkpoint_every train.keep_last decode.beam_size",
-    ),
-    (
-        "at least 0 and below 1",
-        lambda value: 0 <= value < 1,
-        "model.dropout model.attention_dropout model.ffn_dropout optimizer.beta2 "
-        "train.label_smoothing",
-    ),
-    ("at least 0", lambda value: value >= 0, "train.keep_best decode.max_length_offset"),
-    ("at least 2: one piece and EOS", lambda value: value >= 2, "data.max_length"),
-    ("from 0 to 4294967295", lambda value: 0 <= value < 2**32, "data.seed train.seed"),
-    ("above 0", lambda value: 0 < value < math.inf, "optimizer.epsilon"),
-    ("above 0 and at most 1", lambda value: 0 < value <= 1, "data.character_coverage"),
-    (
-        "above 0, or None",
-        lambda value: value is None or 0 < value < math.inf,
-        "optimizer.peak_learning_rate optimizer.clip_norm",
-    ),
-    (
-        "at least 1, or None to train all steps",
-        lambda value: value is None or value >= 1,
-        "train.patience",
-    ),
-    ("finite", math.isfinite, "decode.length_penalty_alpha"),
-    ("given", bool, "data.train data.validation"),
-    ("a language such as 'en'", bool, "data.source_language data.target_language"),
-    (
-        "at least 1, or -1 for the rest",
-        lambda value: value >= 1 or value == -1,
-        "mesh.data mesh.fsdp mesh.tensor",
-    ),
-)
-
-
 def validate(config: Config) -> None:
     """Refuses values out of range and values that contradict each other.
 
@@ -124,36 +82,40 @@ def validate(config: Config) -> None:
         UserError: names the first such field, its value and what is allowed.
     """
     values = flat(config)
-    for rules in (_ranges, _model_and_optimizer, _splits, _vocabulary, _loop_and_mesh):
-        for key, holds, rule in rules(config):
+    ranges = ((key, allowed.holds(values[key]), allowed.rule) for key, allowed in RANGES.items())
+    for rules in (ranges, _relations(config), _splits(config.data)):
+        for key, holds, rule in rules:
             if not holds:
                 raise UserError(f"{key} is {values[key]!r}: it must be {rule}")
 
 
-Rules = Iterator[tuple[str, bool, str]]  # field, whether it is in order, what it must be
+Rules = Iterator[tuple[str, bool, str]]  # field, whether its value is allowed, what it must be
 
 
-def _ranges(config: Config) -> Rules:
-    """Each field by itself."""
-    values = flat(config)
-    for rule, holds, keys in RANGES:
-        for key in keys.split():
-            yield key, holds(values[key]), rule
-
-
-def _model_and_optimizer(config: Config) -> Rules:
-    model, adam = config.model, config.optimizer
-    paired = model.positions == "learned" or model.d_model % 2 == 0
-    yield "model.d_model", paired, "even for sinusoidal positions (sines and cosines alternate)"
-    longest, rows = config.data.max_length, config.data.row_multiple
-    yield "model.max_length", model.max_length >= longest, f"at least data.max_length ({longest})"
-    divides = adam.accumulation >= 1 and rows % adam.accumulation == 0
+def _relations(config: Config) -> Rules:
+    """Fields that depend on others; each is in its own range."""
+    model, data, train = config.model, config.data, config.train
+    even = model.positions == "learned" or model.d_model % 2 == 0
+    yield "model.d_model", even, "even for sinusoidal positions (sines and cosines alternate)"
+    fits = model.max_length >= data.max_length
+    yield "model.max_length", fits, f"at least data.max_length ({data.max_length})"
+    least = 261 if data.byte_fallback and data.tokenizer is None else 5
+    contents = "4 control pieces, 256 bytes" if least == 261 else "4 control pieces"
+    yield "data.vocab_size", data.vocab_size >= least, f"at least {least} ({contents} and one more)"
+    rows, parts = data.row_multiple, config.optimizer.accumulation
+    divides = parts >= 1 and rows % parts == 0
     yield "optimizer.accumulation", divides, f"a divisor of data.row_multiple ({rows})"
+    every = train.checkpoint_every
+    saved = train.evaluate_every % every == 0
+    yield "train.evaluate_every", saved, f"a multiple of train.checkpoint_every ({every})"
+    sizes = dataclasses.asdict(config.mesh)
+    for axis, size in sizes.items():
+        alone = size != -1 or list(sizes.values()).count(-1) == 1
+        yield f"mesh.{axis}", alone, "at least 1: only one axis can be -1"
 
 
-def _splits(config: Config) -> Rules:
+def _splits(data: DataConfig) -> Rules:
     """How many names a split has, by the kind of its source."""
-    data = config.data
     known = re.fullmatch("files|phrases|tfds:.+", data.source) is not None
     kinds = "'files', 'phrases' or a dataset such as 'tfds:wmt14_translate/de-en'"
     yield "data.source", known, kinds
@@ -163,23 +125,6 @@ def _splits(config: Config) -> Rules:
             yield key, len(names) % 2 == 0, "two file names, source and target, a pair"
         elif data.source_kind == "phrases":
             yield key, len(names) <= 1, "one slice, such as 'train[:60000]'"
-
-
-def _vocabulary(config: Config) -> Rules:
-    data = config.data
-    least = 261 if data.byte_fallback and data.tokenizer is None else 5
-    contents = "4 control pieces, 256 bytes" if least == 261 else "4 control pieces"
-    yield "data.vocab_size", data.vocab_size >= least, f"at least {least} ({contents} and one more)"
-
-
-def _loop_and_mesh(config: Config) -> Rules:
-    train, mesh = config.train, dataclasses.asdict(config.mesh)
-    every = train.checkpoint_every
-    saved = train.evaluate_every % every == 0
-    yield "train.evaluate_every", saved, f"a multiple of train.checkpoint_every ({every})"
-    for axis, size in mesh.items():
-        alone = size != -1 or list(mesh.values()).count(-1) == 1
-        yield f"mesh.{axis}", alone, "at least 1: only one axis can be -1"
 
 
 def typed(kind: Any, value: Any, key: str = "", whole: str = "the config") -> Any:

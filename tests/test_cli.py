@@ -178,7 +178,7 @@ def test_help_of_train_after_a_config_lists_every_field(corpus, capsys):
     with pytest.raises(SystemExit) as exit_:
         main("train", "--config", f"{tiny_config.__file__}:{corpus}", "--help")
     assert exit_.value.code == 0
-    assert "--model.d_ff INT" in capsys.readouterr().out
+    assert "--model.d_ff: a whole number" in capsys.readouterr().out
 
 
 def assert_one_error(errors: str, message: str) -> None:

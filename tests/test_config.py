@@ -422,18 +422,18 @@ def test_every_misspelt_field_leads_to_the_right_one(write) -> None:
 def test_help_lists_the_flags_with_the_values_of_the_file(write, capsys) -> None:
     print_help(write(FILE))
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "--model.dropout FLOAT (default: 0.3)" in text
-    assert "--optimizer.clip_norm FLOAT|None (default: None)" in text
-    assert "--model.positions {sinusoidal,learned} (default: sinusoidal)" in text
-    assert "--data.train [STR ...] (default: a b)" in text
+    assert "--model.dropout: a number (default: 0.3)" in text
+    assert "--optimizer.clip_norm: a number or None (default: None)" in text
+    assert "--model.positions: one of sinusoidal, learned (default: sinusoidal)" in text
+    assert "--data.train: a list of strings (default: a b)" in text
     assert "The network (paper, section 3)." in text
 
 
 def test_help_shows_the_comment_on_every_field(write, capsys) -> None:
     print_help(write(FILE))
     shown = capsys.readouterr().out.split("\n  --")[1:]
-    assert [text.split()[0] for text in shown] == list(FIELD_TYPES)
-    comments = {text.split()[0]: " ".join(text.split("\n", 1)[1].split()) for text in shown}
+    assert [text.split(":")[0] for text in shown] == list(FIELD_TYPES)
+    comments = {text.split(":")[0]: " ".join(text.split("\n", 1)[1].split()) for text in shown}
     assert all(len(comment) > 2 for comment in comments.values())
     assert comments["model.dropout"].startswith("P_drop, of every sublayer's output")
     assert comments["model.remat"].startswith("Compute each layer again in the backward pass")

@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.lines import is_blank
-from flaxformer_min.data.sources import PairSource, open_sources
+from flaxformer_min.data.pairs import PairSource
+from flaxformer_min.data.sources import open_sources
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import CheckpointError, seal, verify
@@ -50,12 +51,6 @@ class EncodedCorpus:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of one pair, source and target: views of the mapped file."""
-        start, end = self._starts[index], self._starts[index + 1]
-        middle = start + self.lengths[index, 0]
-        return self._ids[start:middle], self._ids[middle:end]
 
     def copy_rows(self, pairs: np.ndarray, side: int, to: np.ndarray) -> None:
         """Writes one side (0 source, 1 target) of many pairs to the first rows of `to` [B, width].

@@ -16,7 +16,7 @@ import struct
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.core.download import extractor
 
 from flaxformer_min.config import DataConfig
+from flaxformer_min.data.pairs import PairSource
 from flaxformer_min.errors import UserError, nearest
 
 AT_ONCE = 1024  # examples; array_record is many times faster than one by one
@@ -51,16 +52,14 @@ def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
     return builder
 
 
-def open_split(
-    builder: tfds.core.DatasetBuilder, config: DataConfig, name: str
-) -> tuple[str, int, Callable[[], Iterator[tuple[str, str]]]]:
-    """Digest, size and pairs of a split or slice, in TFDS's notation and in the stored order.
+def open_split(builder: tfds.core.DatasetBuilder, config: DataConfig, name: str) -> PairSource:
+    """Opens a split or slice, named in TFDS's notation; its pairs come in the stored order.
 
-    The digest is the same however and wherever the dataset was prepared. It holds the dataset's
+    The digest is the same however and wherever the dataset was prepared. It covers the dataset's
     version, the number of examples in each file, the bytes of all examples together and the first
-    few texts of each file, which TFDS has shuffled: only a change elsewhere that keeps every
-    count and the total size goes unnoticed.
-    Raises UserError where the dataset has no such split or it is empty; reading raises it where
+    few texts of each file. TFDS has shuffled the examples, so a change of the text goes unnoticed
+    only if it leaves all these as they were.
+    Raises UserError if the dataset has no such split or it is empty; reading raises UserError if
     text is not UTF-8 or a file is damaged.
     """
     splits = builder.info.splits
@@ -89,8 +88,10 @@ def open_split(
         if files & set(map(str, split.filepaths))
     ]
     slices = [[part.skip, part.take] for part in parts]
-    says = [builder.info.full_name, languages, stored, slices, list(pairs(HASHED_EXAMPLES))]
-    return hashlib.sha256(json.dumps(says).encode()).hexdigest(), size, pairs
+    first = list(pairs(HASHED_EXAMPLES))
+    text = json.dumps([builder.info.full_name, languages, stored, slices, first])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return PairSource(f"{config.source} {name}", digest, size, pairs)
 
 
 def read_tfrecord(path: str | Path) -> Iterator[bytes]:

@@ -19,7 +19,8 @@ from flaxformer_min.config import Config
 from flaxformer_min.config_rules import check_resume, config_from_json, config_to_json
 from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.corpus import EncodedCorpus, open_split, own_cache, prepare_split
-from flaxformer_min.data.sources import PairSource, open_sources
+from flaxformer_min.data.pairs import PairSource
+from flaxformer_min.data.sources import open_sources
 from flaxformer_min.data.tokenizer import Tokenizer, prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import replace_file
