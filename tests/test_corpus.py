@@ -230,16 +230,16 @@ def test_whatever_decides_the_ids_is_noticed(tokenizer, tmp_path, changed):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_encoding_that_was_interrupted_leaves_nothing(tokenizer, tmp_path, monkeypatch, error):
-    config, encode = write(tmp_path, PAIRS), corpus_room._encode
+    config, encode = write(tmp_path, PAIRS), corpus_room._Writer._encode
     monkeypatch.setattr(corpus_room, "PAIRS_AT_ONCE", 5)
 
-    def interrupted(block, *rest):
-        if PAIRS[-1] in block:
+    def interrupted(writer, pairs, report):
+        if PAIRS[-1] in pairs:
             raise error
-        return encode(block, *rest)
+        return encode(writer, pairs, report)
 
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(corpus_room, "_encode", interrupted)
+        patch.setattr(corpus_room._Writer, "_encode", interrupted)
         prepare(config, tokenizer)
     assert left_in(tmp_path / "cache") == ["lock"]
 
@@ -254,13 +254,13 @@ from flaxformer_min.data import corpus
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.tokenizer import Tokenizer
 corpus.PAIRS_AT_ONCE = 5
-encode, blocks = corpus._encode, []
+encode, blocks = corpus._Writer._encode, []
 def _encode(*arguments):
     blocks.append(arguments)
     if len(blocks) > {block}:
         os.kill(os.getpid(), signal.SIGKILL)
     return encode(*arguments)
-corpus._encode = _encode
+corpus._Writer._encode = _encode
 folder = Path({str(tmp_path)!r})
 tokenizer = Tokenizer((folder / "model").read_bytes())
 corpus.prepare_split({config!r}, {NAMES!r}, tokenizer, folder / "cache")

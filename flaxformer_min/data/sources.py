@@ -96,7 +96,7 @@ def _open_slice(name: str, *languages: str) -> PairSource:
 
 
 def _open_tfds(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
-    from flaxformer_min.data.tfds import open_dataset, open_split  # TFDS takes a second to import
+    from flaxformer_min.data.tfds import open_dataset, open_texts  # TFDS takes a second to import
 
     dataset = open_dataset(config)
-    return [open_split(dataset, config, name) for name in names]
+    return [open_texts(dataset, config, name) for name in names]

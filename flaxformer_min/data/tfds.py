@@ -1,7 +1,7 @@
-"""TensorFlow Datasets: a translation dataset opened, prepared where it is not, and read.
+"""Translation datasets of TensorFlow Datasets (TFDS): they are prepared if need be, and read.
 
-TensorFlow is not needed. TFDS itself reads what it prepares as array_record; folders that others
-prepared as tfrecord, its default, are read here.
+TensorFlow is not needed. Datasets are prepared as array_record, which TFDS reads by itself; those
+that others prepared as tfrecord, the default of TFDS, are read by `read_tfrecord`.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ HASHED_EXAMPLES = 16  # of each file
 
 
 def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
-    """The dataset that `data.source` names, prepared as array_record where it is not prepared.
+    """Opens the dataset that `data.source` names; prepares it first if it is not prepared yet.
 
-    It lies in `data.dir`; the default, ".", means TFDS_DATA_DIR or else TFDS's own folder.
-    Preparing takes archives from `downloads/manual` in that folder and downloads the others.
-    Raises UserError where there is no such dataset or config, where it lacks a language, and where
-    it cannot be prepared.
+    The dataset lies in `data.dir`; the default, ".", means TFDS_DATA_DIR or else TFDS's own folder.
+    Preparing uses the archives in `downloads/manual` of that folder and downloads all others.
+    Raises UserError if there is no such dataset or config, if it has no text in one of the
+    languages, or if it cannot be prepared.
     """
     name = config.source.removeprefix("tfds:")
     folder = os.environ.get("TFDS_DATA_DIR") or None if config.dir == "." else config.dir
@@ -52,7 +52,7 @@ def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
     return builder
 
 
-def open_split(builder: tfds.core.DatasetBuilder, config: DataConfig, name: str) -> PairSource:
+def open_texts(builder: tfds.core.DatasetBuilder, config: DataConfig, name: str) -> PairSource:
     """Opens a split or slice, named in TFDS's notation; its pairs come in the stored order.
 
     The digest is the same however and wherever the dataset was prepared. It covers the dataset's
@@ -113,13 +113,13 @@ def read_tfrecord(path: str | Path) -> Iterator[bytes]:
 def _texts(
     builder: tfds.core.DatasetBuilder, name: str, languages: tuple[str, str], most: int
 ) -> Iterator[tuple[bytes, bytes]]:
-    """The texts of a split in order, of at most so many examples of each of its files."""
+    """Source and target of a split's examples in order, of at most `most` examples of each file."""
     read = _tfrecord if builder.info.file_format == tfds.core.FileFormat.TFRECORD else _array_record
     try:
         for record in read(builder, name, most):
             example = builder.info.features.deserialize_example_np(record)
             source, target = (example[key] for key in languages)
-            if source is None or target is None:  # so array_record reads what was cut off
+            if source is None or target is None:  # array_record reads a file cut short like this
                 raise EOFError("an example without text")
             yield source, target
     except (OSError, EOFError, RuntimeError, DecodeError) as error:
@@ -130,6 +130,7 @@ def _texts(
 
 
 def _array_record(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
+    """The serialised examples of a split, of at most `most` of each file."""
     raw = tfds.decode.DeserializeMethod.RAW_BYTES
     source, start = builder.as_data_source(name, deserialize_method=raw), 0
     for part in builder.info.splits[name].file_instructions:
@@ -140,6 +141,7 @@ def _array_record(builder: tfds.core.DatasetBuilder, name: str, most: int) -> It
 
 
 def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
+    """The serialised examples of a split, of at most `most` of each file."""
     for part in builder.info.splits[name].file_instructions:
         records, count = read_tfrecord(part.filename), min(part.take, most)
         for record in itertools.islice(records, part.skip, part.skip + count):
@@ -150,7 +152,7 @@ def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterat
 
 
 def _line(text: bytes, place: str) -> str:
-    """A text as one line: without the line break some texts end in, and a space for others."""
+    """A text as one line: a line break at its end is dropped, any other becomes a space."""
     try:
         line = text.decode()
     except UnicodeDecodeError as error:
@@ -183,7 +185,7 @@ def _check_languages(builder: tfds.core.DatasetBuilder, config: DataConfig) -> N
 
 
 def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
-    """Downloads and prepares, one process at a time."""
+    """Downloads and prepares a dataset, in one process at a time."""
     folder = Path(builder.data_dir_root)
     print(f"preparing {source} in {folder}", file=sys.stderr)
     if not sys.stderr.isatty():
@@ -207,7 +209,10 @@ def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
 
 
 def _unpacking_without_tensorflow() -> contextlib.AbstractContextManager:
-    """TFDS unpacks archives with two functions of TensorFlow; where that is missing, with these."""
+    """A context in which TFDS unpacks archives without TensorFlow, if that is not installed.
+
+    TFDS calls two functions of TensorFlow for it, which are replaced by Python's own.
+    """
     if importlib.util.find_spec("tensorflow"):
         return contextlib.nullcontext()
     here = types.SimpleNamespace
@@ -238,4 +243,5 @@ def _unknown_config(name: str, error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
+    """The text of an error, which TFDS spreads over many lines, in one line of 300 characters."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)

@@ -139,8 +139,8 @@ def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
     """Trains a BPE model on lines of both languages; returns the bytes of its model file.
 
     The text is used as it is: neither normalised nor stripped of whitespace (SentencePiece's
-    defaults would destroy U+2028, U+202F and U+00A0). At most TRAINING_LINES lines are used, drawn with
-    `config.seed`. The same lines and config give the same bytes.
+    defaults would destroy U+2028, U+202F and U+00A0). At most TRAINING_LINES lines are used,
+    drawn with `config.seed`. The same lines and config give the same bytes.
     Raises UserError if the corpus is too small for the vocabulary, or has too many characters.
     """
     model = io.BytesIO()
