@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_min.config import FIELD_TYPES, Config
-from flaxformer_min.config_rules import described, typed, validate
+from flaxformer_min.config_rules import RETIRED, described, typed, validate
 from flaxformer_min.errors import UserError, first_line, nearest
 
 
@@ -137,6 +137,8 @@ def _split_flags(flags: list[str]) -> list[tuple[str, list[str]]]:
         if flag.startswith("--"):
             name, equals, word = flag.partition("=")
             key = name.removeprefix("--").replace("-", "_")
+            if key in RETIRED:
+                raise UserError(f"{name} is no field any more: it is always {RETIRED[key]}")
             if key not in FIELD_TYPES:
                 meant = nearest(key, FIELD_TYPES)
                 raise UserError(f"{name} is no field of the config: did you mean {meant}?")

@@ -66,13 +66,12 @@ def check_resume(old: Config, new: Config) -> None:
     """
     before, after = flat(old), flat(new)
     for key, value in before.items():
-        grows = key == "train.steps" and after[key] >= value
-        if after[key] != value and key not in FREE_ON_RESUME and not grows:
-            can_grow = key == "train.steps"
-            rule = "it can only grow" if can_grow else "set it back or use a new workdir"
-            raise UserError(
-                f"{key} was {value!r} in this workdir and is {after[key]!r} now: {rule}"
-            )
+        is_steps = key == "train.steps"
+        differs = after[key] < value if is_steps else after[key] != value
+        if differs and key not in FREE_ON_RESUME:
+            rule = "it can only grow" if is_steps else "set it back or use a new workdir"
+            now = f"is {after[key]!r} now"
+            raise UserError(f"{key} was {value!r} in this workdir and {now}: {rule}")
 
 
 def validate(config: Config) -> None:

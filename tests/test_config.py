@@ -393,6 +393,7 @@ def test_a_flag_sets_one_field(write, flags: list[str], key: str, value: object)
         ),
         (["--dropout", "0.2"], "did you mean model.dropout?"),
         (["--optim.warmup-step", "3"], "did you mean optimizer.warmup_steps?"),
+        (["--optimizer.beta1", "0.9"], "--optimizer.beta1 is no field any more: it is always 0.9"),
         (["--train.steps", "two"], "--train.steps two: train.steps must be a whole number"),
         (["--train.steps", "2.5"], "--train.steps 2.5: train.steps must be a whole number"),
         (["--train.steps", "2", "3"], "--train.steps 2 3: train.steps must be a whole number"),
