@@ -200,6 +200,7 @@ def _make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     def verb(function: Callable[..., int | None], *, add_help: bool = True) -> _Parser:
+        """Adds a verb, named and described as its function."""
         name, text = function.__name__, function.__doc__
         sub = verbs.add_parser(
             name, help=text, description=text, add_help=add_help, allow_abbrev=False
@@ -216,40 +217,35 @@ def _make_parser() -> argparse.ArgumentParser:
 
     sub = verb(train, add_help=False)
     sub.epilog = "Every field of the config is a flag too: --model.dropout 0.2"
-    sub.add_argument(
-        "-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field too"
-    )
-    sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
-    sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
-    sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
+    flag = sub.add_argument
+    flag("-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field too")
+    flag("--config", required=True, help="a Python file, or FILE:VARIANT")
+    flag("--workdir", required=True, help="where everything of the run is kept")
+    flag("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
     _add_distributed_flags(sub)
     sub = verb(plan)
     sub.epilog = "Every field of the config is a flag too: --model.remat True"
-    sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
-    sub.add_argument("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
-    sub.add_argument(
-        "--lengths", metavar="FILE", help="a line a pair: its source and target tokens"
-    )
-    sub.add_argument("--json", action="store_true", help="write JSON, not a table")
+    flag = sub.add_argument
+    flag("--config", required=True, help="a Python file, or FILE:VARIANT")
+    flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
+    flag("--lengths", metavar="FILE", help="of each pair a line: its source and target tokens")
+    flag("--json", action="store_true", help="write JSON, not a table")
     sub = model_verb(translate)
     _add_search_flags(sub)
     _add_translate_flags(sub)
-    sub = model_verb(score)
-    sub.add_argument("--source", required=True)
-    sub.add_argument("--target", required=True)
-    sub.add_argument(
-        "--per-token",
-        action="store_true",
-        help="write JSON, with the log-probability of every token",
-    )
+    flag = model_verb(score).add_argument
+    flag("--source", required=True, help="a file of lines")
+    flag("--target", required=True, help="a file of translations, one for each line of SOURCE")
+    flag("--per-token", action="store_true", help="write JSON with each token's log-probability")
     sub = model_verb(evaluate)
     _add_search_flags(sub)
-    sub.add_argument("--source", help="lines to translate; the config's test split by default")
-    sub.add_argument("--reference", help="the translations of SOURCE")
-    sub = verb(average)
-    sub.add_argument("dir", metavar="DIR", help="a workdir")
-    sub.add_argument("--last", type=_count, default=5, help="how many checkpoints to average")
-    sub.add_argument("--output", required=True, help="the folder to write")
+    flag = sub.add_argument
+    flag("--source", help="lines to translate; the config's test split by default")
+    flag("--reference", help="a file of translations, one for each line of SOURCE")
+    flag = verb(average).add_argument
+    flag("dir", metavar="DIR", help="a workdir")
+    flag("--last", type=_count, default=5, help="how many checkpoints to average")
+    flag("--output", required=True, help="the folder to write")
     return parser
 
 

@@ -166,14 +166,9 @@ def _value(kind: Any, words: list[str]) -> Any:
 
 
 def _comments(section: type) -> dict[str, str]:
-    """Field -> the comment in the lines above its declaration or behind it, in `config`."""
-    comments, above = {}, []
-    for line in inspect.getsource(section).splitlines():
-        code, _, comment = line.partition("# ")
-        if not code.strip():
-            above.append(comment)
-        elif field := re.match(r" {4}(\w+): ", code):
-            comments[field[1]] = " ".join([*above, comment]).strip()
-        if code.strip():
-            above = []
-    return comments
+    """Field -> the comment in the lines above its declaration, or else beside it, in `config`."""
+    declaration = r"((?: {4}# .*\n)*) {4}(\w+): [^#\n]*(?:# (.*))?"
+    return {
+        field: " ".join(above.replace("# ", "").split()) or beside
+        for above, field, beside in re.findall(declaration, inspect.getsource(section))
+    }
