@@ -64,7 +64,7 @@ class BatchPlan:
         self._bucket_ends = np.cumsum(np.bincount(bucket_of_pair))
         self._batch_buckets = np.repeat(np.arange(len(self.buckets)), batches[used])
         self._batch_ends = np.cumsum(shapes[self._batch_buckets, 0])
-        self._planned = -1, self._ids, self._batch_buckets  # an epoch, and what _plan says of it
+        self._planned = -1, self._ids, self._ids  # an epoch (none yet) and its _plan
 
     def batch_ids(self, step: int) -> tuple[int, np.ndarray]:
         """The bucket (an index into `buckets`) and the pair ids of a step; the first step is 0.
