@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -440,6 +442,16 @@ def test_help_shows_the_comment_on_every_field(write, capsys) -> None:
     assert comments["model.remat"].startswith("Compute each layer again in the backward pass")
     assert comments["data.seed"].startswith("decides the tokenizer's training and the order")
     assert comments["data.test"] == "written as for train"
+
+
+def test_help_needs_neither_jax_nor_numpy(write) -> None:
+    code = f"""
+import sys
+from flaxformer_min.config_file import print_help
+print_help({write(FILE)!r})
+assert not {{"jax", "numpy"}} & set(sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_an_argument_chooses_a_variant(write) -> None:
