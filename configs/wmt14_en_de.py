@@ -31,7 +31,7 @@ marian: base, as Marian trains it (marian-nmt/marian-examples, wmt2017-transform
     Command   python train.py --config configs/wmt14_en_de.py:marian \\
                   --workdir runs/wmt14_en_de_marian
     The learning rate is lower and warms up longer, gradients are clipped, and the search is wider.
-    Marian also averages the weights of all steps and fills the memory with each batch; here a batch
+    Marian also keeps a moving average of the weights, and its batches fill the memory; here a batch
     has the paper's size. It ranks by (sum log p) / n; the nearest here is alpha 1, which divides by
     (5 + n) / 6.
 

@@ -38,7 +38,7 @@ def load_config(spec: str, overrides: list[str]) -> Config:
 
 
 def print_help(spec: str) -> None:
-    """Prints every field with its type, its value in FILE and the comment on it in `config`."""
+    """Prints every field with its type, its value in FILE and the comment on it."""
     config, indent = _run_file(spec), " " * 6
     print(f"fields of the config, with their values in {spec}:")
     for section in dataclasses.fields(config):

@@ -88,7 +88,8 @@ def _open_slice(name: str, *languages: str) -> PairSource:
     def render(indices: range) -> Iterator[tuple[str, str]]:
         return (phrase(split, index, *languages)[:2] for index in indices)
 
-    # Rendering every phrase only to hash it is slow; some of them notice changed code or data.
+    # Rendering every phrase only to hash it is slow; some of them show whether Babel or the code of
+    # the corpus has changed.
     some = list(render(indices[:: max(1, len(indices) // HASHED_PHRASES)]))
     text = json.dumps([name, languages, importlib.metadata.version("babel"), some])
     digest = hashlib.sha256(text.encode()).hexdigest()
