@@ -3,7 +3,7 @@
 Starts `train.py` with the recipe configs/multi30k_en_de.py:cpu (the demo without --data-dir), waits
 until metrics.jsonl has its first step, and kills it. Cold is an empty workdir: tokenizer, corpus
 and programs are made. Warm is the same workdir again, with all of these in it. The yardstick is an
-interpreter that imports jax, flax, orbax and grain and ends; starts and imports take turns.
+interpreter that imports jax, flax and orbax and ends; starts and imports take turns.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-IMPORTS = "import flax.nnx, grain, jax, orbax.checkpoint"
+IMPORTS = "import flax.nnx, jax, orbax.checkpoint"
 
 
 def first_step(config: str, workdir: Path, *flags: str) -> float:

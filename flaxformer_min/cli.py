@@ -1,8 +1,9 @@
 """The command line: train, plan, translate, score, evaluate, average.
 
-Exit status: 0 done; 2 the user's mistake; 1 what went wrong otherwise; 143 and 130 after SIGTERM
-and SIGINT. Whatever can be foreseen is told in one line; a traceback is a bug of this program.
-Each verb imports what it needs when it runs, so that --help answers at once.
+The exit status is 0 if all is done, 2 after a mistake of the user, 1 after any other error, and 143
+or 130 after SIGTERM or SIGINT. An error that can be foreseen is printed in one line; a traceback
+means a bug of this program. Each verb imports what it needs when it runs, so that --help answers
+at once.
 """
 
 import argparse
@@ -34,9 +35,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status."""
-    # Importing and tracing make millions of objects and hardly any garbage; looking for it after
-    # every 700, as Python does, takes a tenth of a start.
+    """Runs one verb; returns the exit status.
+
+    A start of the program has these effects on the whole process, and no others:
+
+    - Here, the garbage collector is told to look for garbage less often: importing and tracing make
+      millions of objects and hardly any garbage, and looking for it after every 700, as Python
+      does, takes a tenth of a start.
+    - Here, `unraisable` replaces Python's hook for errors that no code can catch.
+    - `checkpoints.format` filters the logger of absl when it is imported.
+    - `system.malloc.keep_work_space`, which `train` calls, turns off JAX's asynchronous dispatch on
+      CPUs and sets two parameters of glibc's malloc.
+    """
     gc.set_threshold(20_000)
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = unraisable
@@ -50,23 +60,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (Exception, KeyboardInterrupt) as error:
-        text, status = told(error)
-        if text is not None:
-            print(f"error: {text}", file=sys.stderr)
+        message, status = message_and_status(error)
+        if message is not None:
+            print(f"error: {message}", file=sys.stderr)
         return status
 
 
 def unraisable(event: Any) -> None:
-    """Python's own hook, but silent about threads that come back to an event loop that is over.
+    """Calls Python's own hook, except for threads that come back to a closed event loop.
 
-    After a failed save or restore tensorstore's do, dozens of times; the failure is told by itself.
+    After a failed save or restore, threads of tensorstore do that dozens of times; the failure
+    itself is reported where it happens.
     """
     if str(event.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(event)
 
 
-def told(error: BaseException) -> tuple[str | None, int]:
-    """The line for an error that can be foreseen, and the exit status; raises any other again."""
+def message_and_status(error: BaseException) -> tuple[str | None, int]:
+    """The line to print about an error that can be foreseen (None: no line), and the exit status.
+
+    Any other error is a bug and is raised again, so that its traceback is seen.
+    """
     if isinstance(error, UserError):
         return str(error), 2
     if isinstance(error, CheckpointError | FloatingPointError | OSError):
@@ -81,16 +95,14 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from flaxformer_min.config_file import load_config
 
     config = load_config(options.config, overrides)
-    from flaxformer_min.system import failures as ending
-    from flaxformer_min.system import malloc as heap
-    from flaxformer_min.system import processes as distributed
-    from flaxformer_min.training import loop as training
+    from flaxformer_min.system import failures, malloc, processes
+    from flaxformer_min.training import loop
 
-    heap.keep_work_space()
-    distributed.initialize(options.coordinator, options.processes, options.process)
+    malloc.keep_work_space()
+    processes.initialize(options.coordinator, options.processes, options.process)
     workdir = Path(options.workdir)
-    return ending.together(
-        lambda: training.run(config, workdir, profile_steps=options.profile), told
+    return failures.together(
+        lambda: loop.run(config, workdir, profile_steps=options.profile), message_and_status
     )
 
 
@@ -102,8 +114,8 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> None:
     from flaxformer_min.planning.plan import make_plan
     from flaxformer_min.planning.report import to_json, to_text
 
-    found = make_plan(config, options.topology, options.lengths)
-    print(to_json(found) if options.json else to_text(found))
+    made = make_plan(config, options.topology, options.lengths)
+    print(to_json(made) if options.json else to_text(made))
 
 
 def translate(options: argparse.Namespace, _: list[str]) -> None:
@@ -174,7 +186,7 @@ def average(options: argparse.Namespace, _: list[str]) -> None:
 
 
 def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
-    """The pairs of two files; raises UserError naming both if their line counts differ."""
+    """Reads the pairs of two files; raises UserError naming both if their line counts differ."""
     from flaxformer_min.data.lines import read_lines
 
     sources, targets = list(read_lines(source)), list(read_lines(target))
@@ -188,6 +200,7 @@ def _make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     def verb(function: Callable[..., int | None], *, add_help: bool = True) -> _Parser:
+        """Adds a verb, named and described as its function."""
         name, text = function.__name__, function.__doc__
         sub = verbs.add_parser(
             name, help=text, description=text, add_help=add_help, allow_abbrev=False
@@ -204,56 +217,44 @@ def _make_parser() -> argparse.ArgumentParser:
 
     sub = verb(train, add_help=False)
     sub.epilog = "Every field of the config is a flag too: --model.dropout 0.2"
-    sub.add_argument("-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field")
-    sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
-    sub.add_argument("--workdir", required=True, help="where everything of the run is kept")
-    sub.add_argument("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
+    flag = sub.add_argument
+    flag("-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field too")
+    flag("--config", required=True, help="a Python file, or FILE:VARIANT")
+    flag("--workdir", required=True, help="where everything of the run is kept")
+    flag("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
     _add_distributed_flags(sub)
     sub = verb(plan)
     sub.epilog = "Every field of the config is a flag too: --model.remat True"
-    sub.add_argument("--config", required=True, help="a Python file, or FILE:VARIANT")
-    sub.add_argument("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
-    sub.add_argument("--lengths", metavar="FILE", help="source and target tokens of a pair a line")
-    sub.add_argument("--json", action="store_true", help="write JSON, not a table")
+    flag = sub.add_argument
+    flag("--config", required=True, help="a Python file, or FILE:VARIANT")
+    flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
+    flag("--lengths", metavar="FILE", help="of each pair a line: its source and target tokens")
+    flag("--json", action="store_true", help="write JSON, not a table")
     sub = model_verb(translate)
     _add_search_flags(sub)
     _add_translate_flags(sub)
-    sub = model_verb(score)
-    sub.add_argument("--source", required=True)
-    sub.add_argument("--target", required=True)
-    sub.add_argument("--per-token", action="store_true", help="JSON, with every token's")
+    flag = model_verb(score).add_argument
+    flag("--source", required=True, help="a file of lines")
+    flag("--target", required=True, help="a file of translations, one for each line of SOURCE")
+    flag("--per-token", action="store_true", help="write JSON with each token's log-probability")
     sub = model_verb(evaluate)
     _add_search_flags(sub)
-    sub.add_argument("--source", help="lines to translate; the config's test split by default")
-    sub.add_argument("--reference", help="their translations")
-    sub = verb(average)
-    sub.add_argument("dir", metavar="DIR", help="a workdir")
-    sub.add_argument("--last", type=_count, default=5, help="how many checkpoints")
-    sub.add_argument("--output", required=True, help="the folder to write")
+    flag = sub.add_argument
+    flag("--source", help="lines to translate; the config's test split by default")
+    flag("--reference", help="a file of translations, one for each line of SOURCE")
+    flag = verb(average).add_argument
+    flag("dir", metavar="DIR", help="a workdir")
+    flag("--last", type=_count, default=5, help="how many checkpoints to average")
+    flag("--output", required=True, help="the folder to write")
     return parser
 
 
 def _add_distributed_flags(parser: _Parser) -> None:
-    parser.add_argument(
-        "--distributed.coordinator",
-        dest="coordinator",
-        metavar="HOST:PORT",
-        help="where process 0 of several listens; SLURM and TPU pods need none of these",
-    )
-    parser.add_argument(
-        "--distributed.processes",
-        dest="processes",
-        type=_count,
-        metavar="N",
-        help="how many there are",
-    )
-    parser.add_argument(
-        "--distributed.process",
-        dest="process",
-        type=_whole,
-        metavar="I",
-        help="which of them this is, from 0",
-    )
+    group = "several processes; SLURM and TPU pods need none of these"
+    flag = parser.add_argument_group(group).add_argument
+    flag("--distributed.coordinator", metavar="HOST:PORT", dest="coordinator", help="of process 0")
+    flag("--distributed.processes", metavar="N", dest="processes", type=_count, help="how many")
+    flag("--distributed.process", metavar="I", dest="process", type=_whole, help="this one, from 0")
 
 
 def _add_search_flags(parser: _Parser) -> None:
@@ -296,7 +297,7 @@ def _search_options(options: argparse.Namespace) -> "Options":
 
 
 class _TrainHelp(argparse.Action):
-    """The flags of train and, if --config came before, every field that may follow them."""
+    """Prints the flags of train and, if --config came before, every field of that config."""
 
     def __call__(
         self,
@@ -307,9 +308,9 @@ class _TrainHelp(argparse.Action):
     ) -> None:
         parser.print_help()
         if namespace.config is not None:
-            from flaxformer_min.config_file import load_config
+            from flaxformer_min.config_file import print_help
 
-            load_config(namespace.config, ["--help"])
+            print_help(namespace.config)
         parser.exit()
 
 

@@ -58,17 +58,25 @@ def prepare(
     return prepare_split(config, names, tokenizer, Path(config.dir) / "cache", keep_all=keep_all)
 
 
+def pair_of(corpus: EncodedCorpus, index: int) -> list[list[int]]:
+    """The ids of one pair, source and target."""
+    rows = [np.zeros((1, length), np.int32) for length in corpus.lengths[index]]
+    for side, row in enumerate(rows):
+        corpus.copy_rows(np.array([index]), side, to=row)
+    return [row[0].tolist() for row in rows]
+
+
 def texts(corpus: EncodedCorpus, tokenizer: Tokenizer) -> list[tuple[str, ...]]:
     decode = functools.cache(tokenizer.decode)
-    ids = [[tuple(side.tolist()) for side in corpus.pair(i)] for i in range(len(corpus))]
-    return [tuple(map(decode, pair)) for pair in ids]
+    pairs = [map(tuple, pair_of(corpus, index)) for index in range(len(corpus))]
+    return [tuple(map(decode, pair)) for pair in pairs]
 
 
 def test_pairs_are_the_tokens_of_their_lines_in_order(tokenizer, tmp_path):
     corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
     assert len(corpus) == len(PAIRS)
     for index, pair in enumerate(PAIRS):
-        encoded = [ids.tolist() for ids in corpus.pair(index)]
+        encoded = pair_of(corpus, index)
         assert encoded == [tokenizer.encode(line) for line in pair]
         assert corpus.lengths[index].tolist() == [len(ids) for ids in encoded]
 
@@ -80,7 +88,7 @@ def test_rows_of_many_pairs_are_copied_and_what_lies_around_them_stays(tokenizer
         rows = np.full((5, 11), -1)
         corpus.copy_rows(pairs, side, to=rows)
         for row, pair in zip(rows, pairs.tolist(), strict=False):
-            ids = corpus.pair(pair)[side].tolist()
+            ids = pair_of(corpus, pair)[side]
             assert row.tolist() == ids + [-1] * (11 - len(ids))
         assert (rows[3:] == -1).all()
 
@@ -128,7 +136,7 @@ def test_no_validation_pair_is_dropped_and_a_cut_side_still_ends_in_eos(tokenize
     cut = [pairs[0], ("dog", at_limit), (at_limit, "dog"), *pairs[3:]]
     assert texts(corpus, tokenizer) == cut
     assert corpus.lengths.max() == CONFIG.max_length
-    assert all(side[-1] == tokenizer.eos_id for i in range(6) for side in corpus.pair(i))
+    assert all(side[-1] == tokenizer.eos_id for i in range(6) for side in pair_of(corpus, i))
     counts = report["sources"][0]
     assert (counts["read"], counts["kept"], counts["cut"]) == (6, 6, 2)
     assert counts["dropped"] == {"blank": 0, "too_long": 0}
@@ -155,7 +163,7 @@ def test_unknown_pieces_are_counted_by_side_and_kept(tmp_path):
     tokenizer = Tokenizer(train_tokenizer((ENGLISH + GERMAN) * 3, config))
     corpus, report = prepare(write(tmp_path, [("dog", "Ω dog Ω"), ("Ω", "dog")]), tokenizer)
     assert report["sources"][0]["unknown_piece_rate"] == [1 / 5, 2 / 8]
-    assert tokenizer.unk_id in corpus.pair(1)[0]
+    assert tokenizer.unk_id in pair_of(corpus, 1)[0]
 
 
 def test_an_empty_split_is_refused_and_says_what_became_of_its_pairs(tokenizer, tmp_path):
@@ -222,16 +230,16 @@ def test_whatever_decides_the_ids_is_noticed(tokenizer, tmp_path, changed):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_encoding_that_was_interrupted_leaves_nothing(tokenizer, tmp_path, monkeypatch, error):
-    config, encode = write(tmp_path, PAIRS), corpus_room._encode
+    config, encode = write(tmp_path, PAIRS), corpus_room._Writer._encode
     monkeypatch.setattr(corpus_room, "PAIRS_AT_ONCE", 5)
 
-    def interrupted(block, *rest):
-        if PAIRS[-1] in block:
+    def interrupted(writer, pairs, report):
+        if PAIRS[-1] in pairs:
             raise error
-        return encode(block, *rest)
+        return encode(writer, pairs, report)
 
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(corpus_room, "_encode", interrupted)
+        patch.setattr(corpus_room._Writer, "_encode", interrupted)
         prepare(config, tokenizer)
     assert left_in(tmp_path / "cache") == ["lock"]
 
@@ -246,13 +254,13 @@ from flaxformer_min.data import corpus
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.tokenizer import Tokenizer
 corpus.PAIRS_AT_ONCE = 5
-encode, blocks = corpus._encode, []
+encode, blocks = corpus._Writer._encode, []
 def _encode(*arguments):
     blocks.append(arguments)
     if len(blocks) > {block}:
         os.kill(os.getpid(), signal.SIGKILL)
     return encode(*arguments)
-corpus._encode = _encode
+corpus._Writer._encode = _encode
 folder = Path({str(tmp_path)!r})
 tokenizer = Tokenizer((folder / "model").read_bytes())
 corpus.prepare_split({config!r}, {NAMES!r}, tokenizer, folder / "cache")
@@ -365,6 +373,15 @@ def left_in(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
 
 
+def test_a_half_written_tokenizer_in_the_cache_does_not_stop_an_encoding(tokenizer, tmp_path):
+    config, cache = write(tmp_path, PAIRS), tmp_path / "cache"
+    cache.mkdir()
+    (cache / "x.tokenizer.partial").write_bytes(b"half")  # a kill left it
+    (cache / "x.partial").mkdir()
+    _, report = prepare(config, tokenizer)
+    assert left_in(cache) == sorted([report["digest"], "lock", "x.tokenizer.partial"])
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(tokenizer, tmp_path, monkeypatch):
     config, cache = write(tmp_path, PAIRS * 99), tmp_path / "cache"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -382,7 +399,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tokenizer, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
-        patch.setattr(corpus_room, "seal", full)
+        patch.setattr("flaxformer_min.system.sealed.seal", full)
         prepare(config, tokenizer)
     assert left_in(cache) == ["lock"]
     assert len(prepare(config, tokenizer)[0]) == len(PAIRS) * 99
@@ -400,8 +417,8 @@ def test_the_largest_id_survives(tmp_path, tokenizer, monkeypatch, vocab_size, l
     monkeypatch.setattr(tokenizer, "vocab_size", vocab_size)
     monkeypatch.setattr(tokenizer, "encode_batch", lambda lines: [[largest, 3] for _ in lines])
     corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
-    assert corpus.pair(16)[1].tolist() == [largest, 3]
-    assert corpus.pair(16)[1].itemsize == (2 if largest < 1 << 16 else 4)
+    assert pair_of(corpus, 16)[1] == [largest, 3]
+    assert corpus._ids.itemsize == (2 if largest < 1 << 16 else 4)
 
 
 def test_progress_is_one_plain_line_where_there_is_no_terminal(tokenizer, tmp_path, capsys):
@@ -442,5 +459,5 @@ def test_encoding_a_larger_corpus_takes_no_more_memory(tokenizer, tmp_path, monk
 def test_ids_cannot_be_overwritten(tokenizer, tmp_path):
     corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
     with pytest.raises(ValueError, match="read-only"):
-        corpus.pair(0)[0][0] = 5
+        corpus._ids[0] = 5
     assert isinstance(corpus.lengths, np.ndarray)

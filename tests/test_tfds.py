@@ -25,7 +25,8 @@ from tensorflow_datasets.core.utils.lazy_imports_utils import tensorflow as lazy
 
 from flaxformer_min.cli import main
 from flaxformer_min.config import DataConfig
-from flaxformer_min.data.sources import PairSource, open_sources, read_pairs
+from flaxformer_min.data.pairs import PairSource
+from flaxformer_min.data.sources import open_sources, read_pairs
 from flaxformer_min.data.tfds import read_tfrecord
 from flaxformer_min.errors import UserError
 

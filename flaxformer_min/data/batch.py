@@ -7,14 +7,14 @@ import numpy as np
 
 
 class Batch(NamedTuple):
-    """Token ids, padded with pad; rows beyond the pairs are all pad."""
+    """Token ids of B pairs, padded with pad; rows beyond the last pair are all pad."""
 
     source: np.ndarray  # int32 [B, S]
     target: np.ndarray  # int32 [B, T]
 
 
 class Bucket(NamedTuple):
-    """One static shape of a batch."""
+    """One static shape of a batch: B, S and T."""
 
     rows: int
     source_length: int
@@ -22,7 +22,7 @@ class Bucket(NamedTuple):
 
 
 def padded(batch: Sequence[Sequence[int]], width: int, pad_id: int) -> np.ndarray:
-    """Token ids [len(batch), width], padded."""
+    """Token ids int32 [len(batch), width], each row padded at its end."""
     array = np.full((len(batch), width), pad_id, np.int32)
     for row, ids in enumerate(batch):
         array[row, : len(ids)] = ids

@@ -1,19 +1,20 @@
 """Which pairs form the batch of step n, in which of few static shapes.
 
-The plan of an epoch is a pure function of (lengths, config, seed, epoch), so the position in the
-data is the step number and nothing about it needs saving.
+The plan of an epoch is a pure function of (lengths, config, seed, epoch), so the place in the data
+is the step number, and a checkpoint needs to save nothing else about it.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Iterator
 
-import grain
 import numpy as np
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.batch import Batch, Bucket
 from flaxformer_min.data.corpus import EncodedCorpus
 from flaxformer_min.errors import UserError
+from flaxformer_min.system.threads import map_ahead
 
 EVALUATION_BUCKETS = 4  # a small split does not repay more compilations
 PREFETCHED = 4  # batches made ahead of the training step
@@ -22,74 +23,85 @@ PREFETCHED = 4  # batches made ahead of the training step
 class BatchPlan:
     """Every pair exactly once an epoch, in batches of at most `config.num_buckets` shapes.
 
-    A bucket holds the pairs whose longer side lies between two edges. Its batches are full: the
-    pairs left over, other ones each epoch, join the next longer bucket. Only the last batch of the
-    longest bucket may have fewer pairs than rows. So all epochs have the same number of batches.
+    A bucket holds the pairs whose longer side lies between two edges, and gives its batches their
+    shape. The pair ids of an epoch stand bucket after bucket in one array, and batches are cut from
+    its left end. Here three buckets have batches of 3, 2 and 1 rows:
+
+        pair id               7 2 9 4 0 8 3 5 1 6 . . . . . .
+        bucket of the pair    0 0 0 0 0 0 0 1 1 1 1 1 1 2 2 2
+        batch of the pair     A A A B B B C C D D E E F G H I
+        bucket of the batch   0     0     1   1   1   2 2 2 2
+
+    Pair 3 is left over in bucket 0: it is too few for one more batch there, and opens the first
+    batch of the next longer bucket. Shuffling within the buckets leaves other pairs over in each
+    epoch. All batches are full but perhaps the last one, so every epoch has the same number of
+    batches of the same shapes; they are trained on in another order.
     """
 
     def __init__(self, lengths: np.ndarray, config: DataConfig, *, shuffle: bool = True) -> None:
         """Plans pairs of `lengths` [N, 2], EOS counted, shuffled with `config.seed` or not at all.
 
-        Raises UserError where `config.row_multiple` rows of the longest pair are more than
+        Raises UserError if `config.row_multiple` rows of the longest pair are more tokens than
         `config.tokens_per_batch`.
         """
         longer = lengths.max(axis=1)
         edges = bucket_edges(np.bincount(longer), config.num_buckets)
-        bucket = np.searchsorted(edges, longer)
-        longest = np.array([lengths[bucket == b].max(axis=0) for b in range(len(edges))])
-        longest = np.maximum.accumulate(longest)  # what a bucket leaves over must fit the next
-        rows, batches = _rows_and_batches(np.bincount(bucket), longest.max(axis=1), config)
+        bucket_of_pair = np.searchsorted(edges, longer)
+        longest = np.array([lengths[bucket_of_pair == b].max(axis=0) for b in range(len(edges))])
+        longest = np.maximum.accumulate(longest)  # pairs that a bucket leaves over must fit too
+        pairs = np.bincount(bucket_of_pair)
+        rows, batches = _rows_and_batches(pairs, longest.max(axis=1), config)
         used = batches > 0  # a bucket short of one batch leaves all its pairs to the next
-        bucket = np.searchsorted(edges[used], longer)
+        bucket_of_pair = np.searchsorted(edges[used], longer)
+        shapes = np.column_stack([rows, longest])[used]
 
         self._seed = config.seed if shuffle else None
-        self.buckets = [Bucket(*row) for row in np.column_stack([rows, longest])[used].tolist()]
+        self.buckets = [Bucket(*shape) for shape in shapes.tolist()]  # by length
         self.batches_per_epoch = int(batches.sum())
-        self._ids = np.argsort(bucket, kind="stable").astype(np.int32)
-        self._bucket_ends = np.cumsum(np.bincount(bucket))
-        self._bucket_of_batch = np.repeat(np.arange(len(self.buckets)), batches[used])
-        self._batch_ends = np.cumsum(rows[used][self._bucket_of_batch])
-        self._planned = (-1, self._ids, self._bucket_of_batch)
+        # Of the drawing: its first line unshuffled, and where buckets and batches end in it. Only
+        # the last batch may end behind the last id.
+        self._ids = np.argsort(bucket_of_pair, kind="stable").astype(np.int32)
+        self._bucket_ends = np.cumsum(np.bincount(bucket_of_pair))
+        self._batch_buckets = np.repeat(np.arange(len(self.buckets)), batches[used])
+        self._batch_ends = np.cumsum(shapes[self._batch_buckets, 0])
+        self._planned = -1, self._ids, self._ids  # an epoch (none yet) and its _plan
 
     def batch_ids(self, step: int) -> tuple[int, np.ndarray]:
         """The bucket (an index into `buckets`) and the pair ids of a step; the first step is 0.
 
-        There are as many ids as the bucket has rows, or fewer. Any step can be asked for at any
-        time; it is quick within one epoch.
+        There are as many ids as the bucket has rows, or fewer in one batch of an epoch. Any step
+        can be asked for at any time; within one epoch the answer is quick.
         """
         epoch, place = divmod(step, self.batches_per_epoch)
         planned = self._planned  # another thread may be in another epoch
         if planned[0] != epoch:
             planned = self._planned = (epoch, *self._plan(epoch))
         _, ids, order = planned
-        bucket, end = int(self._bucket_of_batch[order[place]]), self._batch_ends[order[place]]
+        batch = order[place]
+        bucket, end = int(self._batch_buckets[batch]), self._batch_ends[batch]
         return bucket, ids[end - self.buckets[bucket].rows : end]
 
     def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of an epoch, which are cut into batches from the left, and the batches' order.
-
-        Ids come bucket after bucket: where a bucket's last batch would end in the next bucket, its
-        pairs fall into the next bucket's first batch.
-        """
+        """The array of pair ids of an epoch, and the order in which its batches are trained on."""
         if self._seed is None:
             return self._ids, np.arange(self.batches_per_epoch)
         random = np.random.default_rng((self._seed, epoch))
         ids = self._ids.copy()
-        for members in np.split(ids, self._bucket_ends[:-1]):  # views
-            random.shuffle(members)
+        for bucket in np.split(ids, self._bucket_ends[:-1]):  # views
+            random.shuffle(bucket)
         return ids, random.permutation(self.batches_per_epoch)
 
 
 def bucket_edges(counts: np.ndarray, most: int) -> np.ndarray:
-    """The lengths at which at most `most` buckets end, so that padding is least.
+    """The lengths at which buckets end, at most `most`, so that there is least padding.
 
-    `counts[n]` is the number of pairs of length n. Exact, by dynamic programming: the best k
-    buckets for the shortest lengths are the best k - 1 for fewer of them, and one more.
+    `counts[n]` is the number of pairs of length n. The answer is exact, by dynamic programming: the
+    best k buckets for the shortest lengths are the best k - 1 for fewer of them, and one more.
     """
     lengths = np.flatnonzero(counts)
     pairs = np.cumsum(counts[lengths])
     before = np.concatenate([[0], pairs[:-1]])
-    # cost[i, j]: positions in one bucket of the i-th to the j-th length
+    # cost[i, j]: tokens, padding counted, of one bucket from the i-th to the j-th length
     cost = np.where(np.tri(len(lengths)).T, (pairs - before[:, None]) * lengths, np.inf)
     best, firsts = cost[0], []
     for _ in range(min(most, len(lengths)) - 1):
@@ -107,7 +119,7 @@ def bucket_edges(counts: np.ndarray, most: int) -> np.ndarray:
 def _rows_and_batches(
     pairs: np.ndarray, length: np.ndarray, config: DataConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a batch and batches of an epoch, for buckets of `pairs` pairs and width `length`."""
+    """Rows of a batch and batches of an epoch, of each bucket with `pairs` of width `length`."""
     multiple = config.row_multiple
     rows = config.tokens_per_batch // length // multiple * multiple
     if rows[-1] == 0:
@@ -125,18 +137,19 @@ def _rows_and_batches(
     return rows, batches
 
 
-RowsOf = Callable[[int], np.ndarray]  # of so many rows the numbers of those wanted, ascending
+# From the number of a batch's rows to the indices, ascending, of the rows that this process holds.
+OwnRows = Callable[[int], np.ndarray]
 
 
 def assemble(
-    plan: BatchPlan, corpus: EncodedCorpus, pad_id: int, step: int, rows_of: RowsOf = np.arange
+    plan: BatchPlan, corpus: EncodedCorpus, pad_id: int, step: int, own_rows: OwnRows = np.arange
 ) -> Batch:
-    """The batch of a step, or the rows of it that this process wants; the plan is that of all."""
+    """The batch of a step, or the rows of it that this process holds; the plan is that of all."""
     bucket, ids = plan.batch_ids(step)
     rows, *widths = plan.buckets[bucket]
-    wanted = rows_of(rows)
-    ids = ids[wanted[wanted < len(ids)]]  # the rows beyond the pairs are the last ones
-    batch = Batch(*(np.full((len(wanted), width), pad_id, np.int32) for width in widths))
+    own = own_rows(rows)
+    ids = ids[own[own < len(ids)]]  # rows without a pair are the last ones
+    batch = Batch(*(np.full((len(own), width), pad_id, np.int32) for width in widths))
     for side, array in enumerate(batch):
         corpus.copy_rows(ids, side, to=array)
     return batch
@@ -147,21 +160,15 @@ def batch_iterator(
     corpus: EncodedCorpus,
     pad_id: int,
     start_step: int,
-    rows_of: RowsOf = np.arange,
+    own_rows: OwnRows = np.arange,
 ) -> Generator[Batch, None, None]:
-    """Endless batches from `start_step` on, made ahead in one thread; close() ends the thread."""
-    steps = grain.MapDataset.range(start_step, np.iinfo(np.int64).max)
-    batches = steps.map(lambda step: assemble(plan, corpus, pad_id, step, rows_of))
-    one_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # more only slow Python
-    iterator = iter(
-        grain.experimental.ThreadPrefetchIterDataset(
-            batches.to_iter_dataset(one_thread), prefetch_buffer_size=PREFETCHED
-        )
+    """Yields batches from `start_step` on without end; close() ends the thread that makes them."""
+    return map_ahead(
+        lambda step: assemble(plan, corpus, pad_id, step, own_rows),
+        itertools.count(start_step),
+        threads=1,  # more only take turns
+        ahead=PREFETCHED,
     )
-    try:
-        yield from iterator
-    finally:
-        iterator.close()
 
 
 def evaluation_batches(
@@ -169,12 +176,12 @@ def evaluation_batches(
     config: DataConfig,
     pad_id: int,
     row_multiple: int = 1,
-    rows_of: RowsOf = np.arange,
+    own_rows: OwnRows = np.arange,
 ) -> Iterator[Batch]:
-    """Every pair exactly once, by length and without shuffling, in few shapes.
+    """Yields every pair exactly once, by length and without shuffling, in few shapes.
 
-    Rows are a multiple of `row_multiple`. No split is refused: where the token budget is too small
-    for so many rows, a batch has just as many.
+    Rows are a multiple of `row_multiple`. No split is refused: if the token budget is too small for
+    `row_multiple` rows of the longest pair, batches have more tokens than the budget.
     """
     few = dataclasses.replace(
         config,
@@ -184,4 +191,4 @@ def evaluation_batches(
     )
     plan = BatchPlan(corpus.lengths, few, shuffle=False)
     for step in range(plan.batches_per_epoch):
-        yield assemble(plan, corpus, pad_id, step, rows_of)
+        yield assemble(plan, corpus, pad_id, step, own_rows)

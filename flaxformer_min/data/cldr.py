@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Dice:
-    """Whole numbers from a hash of `seed`, the same on every machine and Python version."""
+    """Draws whole numbers from a hash of `seed`, the same on every machine and Python version."""
 
     def __init__(self, seed: str) -> None:
         self._bits = int.from_bytes(hashlib.blake2b(seed.encode()).digest(), "big")
 
     def between(self, first: int, last: int) -> int:
-        """From first to last, both included. A phrase uses up some 60 of the 512 bits."""
+        """A number from first to last, both included. A phrase uses up some 60 of the 512 bits."""
         self._bits, number = divmod(self._bits, last - first + 1)
         return first + number
 
@@ -66,7 +66,7 @@ _Span = tuple[datetime.datetime, datetime.datetime]
 
 
 def _day(dice: Dice, later: int = 0) -> _Instant:
-    """A day of the years 2000 to 2099, which two digits tell apart, with `later` more behind it."""
+    """A day of 2000 to 2099, years that two digits tell apart, with `later` more days to come."""
     return _Instant(2000, 1, 1) + datetime.timedelta(days=dice.between(0, 36_524 - later))
 
 
@@ -269,7 +269,7 @@ def _render_list(items: _List, style: str, locale: Locale) -> str:
 
 
 def _distinct(options: Iterable[T], texts: Callable[[T], set[str]]) -> tuple[T, ...]:
-    """The options none of whose texts an option before it has."""
+    """The options in order, without those that share a text with an option before them."""
     seen: set[str] = set()
     kept = []
     for option in options:
@@ -283,44 +283,38 @@ _COUNTS = (1, 2, 3, 5, 11, 100)  # between them every plural form of whole numbe
 _WIDTHS = ("long", "short")
 
 
+def _told_apart(
+    category: str, options: Iterable[T], value: Callable[[int, T], Any], locale: Locale
+) -> tuple[T, ...]:
+    """The options whose values, value(count, option), have texts of their own in every style."""
+    styles, _, render = CATEGORIES[category]
+    return _distinct(
+        options,
+        lambda o: {render(value(n, o), style, locale) for n in _COUNTS for style in styles},
+    )
+
+
 @functools.cache
 def _spans(locale: Locale) -> tuple[str, ...]:
-    return _distinct(
-        _SPANS,
-        lambda span: {_render_duration(((n, span),), w, locale) for n in _COUNTS for w in _WIDTHS},
-    )
+    return _told_apart("duration", _SPANS, lambda n, span: ((n, span),), locale)
 
 
 @functools.cache
 def _directed_spans(locale: Locale) -> tuple[tuple[int, str], ...]:
-    return _distinct(
-        [(direction, span) for span in _SPANS for direction in (1, -1)],
-        lambda d: {_render_relative((d[0] * n, d[1]), w, locale) for n in _COUNTS for w in _WIDTHS},
-    )
+    options = [(direction, span) for span in _SPANS for direction in (1, -1)]
+    return _told_apart("relative time", options, lambda n, o: (o[0] * n, o[1]), locale)
 
 
 @functools.cache
 def _measures(locale: Locale) -> tuple[tuple[str, str | None], ...]:
     options: list[tuple[str, str | None]] = [(unit, None) for unit in _UNITS]
     options += [(part, whole) for part in _PARTS for whole in _WHOLES]
-    return _distinct(
-        options,
-        lambda option: {
-            _render_measure((Decimal(n), *option), w, locale) for n in _COUNTS for w in _WIDTHS
-        },
-    )
+    return _told_apart("measure", options, lambda n, option: (Decimal(n), *option), locale)
 
 
 @functools.cache
 def _currencies(locale: Locale) -> tuple[str, ...]:
-    return _distinct(
-        _CURRENCIES,
-        lambda code: {
-            _render_currency((Decimal(n), code), style, locale)
-            for n in _COUNTS
-            for style in CATEGORIES["currency"].styles
-        },
-    )
+    return _told_apart("currency", _CURRENCIES, lambda n, code: (Decimal(n), code), locale)
 
 
 @functools.cache

@@ -12,9 +12,9 @@ from flaxformer_min.errors import UserError
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """The lines of a UTF-8 text file, plain or .gz.
+    """The lines of a UTF-8 text file, plain or .gz, without their ends.
 
-    Raises UserError naming file and line where the text is not UTF-8, and the file where it cannot
+    Raises UserError naming file and line if the text is not UTF-8, and naming the file if it cannot
     be read.
     """
     with opened(path) as file:
@@ -28,11 +28,17 @@ def decode_lines(
     first_line: int = 1,
     errors: Literal["strict", "replace"] = "strict",
 ) -> Iterator[str]:
-    r"""The lines of a binary file (or of standard input's buffer) called `name` in messages.
+    r"""The lines of a binary file (or of standard input's buffer), without their ends.
 
     A line ends at "\n" alone. One "\r" before it and a byte order mark at the very start of the
-    text are dropped; U+2028, U+0085, VT and FF are ordinary characters. Bytes that are no UTF-8
-    become U+FFFD if errors are to be replaced.
+    text are dropped; U+2028, U+0085, VT and FF are ordinary characters.
+
+    Args:
+        file: an iterable of raw lines.
+        name: what messages call the file.
+        first_line: the number of its first line, in messages.
+        errors: what happens to bytes that are no UTF-8: a UserError names file and line, or
+            U+FFFD replaces them.
     """
     for number, raw in enumerate(file, start=first_line):
         try:
@@ -45,13 +51,16 @@ def decode_lines(
 
 
 def is_blank(line: str) -> bool:
-    """Whether a line has nothing to translate: empty or only white space."""
+    """Whether a line has nothing to translate: it is empty, or white space only."""
     return not line or line.isspace()
 
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Generator[io.BufferedIOBase, None, None]:
-    """A file open for reading bytes; what fails inside, the reading included, is a UserError."""
+    """A context with a file, plain or .gz, open for reading bytes.
+
+    Raises UserError naming the file if it cannot be opened, or if reading within the context fails.
+    """
     try:
         with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
             yield file

@@ -2,7 +2,7 @@
 
 Phrase `index` of a split is drawn from a hash of (split, index): a value (a date, an amount, a
 list of countries) is rendered in one of its category's styles in the source language, and again
-in the target language. No file, no network, no clock, no end.
+in the target language. The corpus needs no file, no network and no clock, and it has no end.
 
 *The target is a function of the source.* Two values never give the same source text unless they
 differ only in what neither text shows: values are drawn at the resolution at which they are
@@ -13,7 +13,6 @@ styles share ("May 3, 2026" is both the long and the medium date) is translated 
 (`split_of`); candidates are drawn until one belongs to the split asked for.
 """
 
-import difflib
 import functools
 import hashlib
 from typing import Any, NamedTuple
@@ -21,14 +20,14 @@ from typing import Any, NamedTuple
 from babel import Locale, UnknownLocaleError, localedata
 
 from flaxformer_min.data.cldr import CATEGORIES, Category, Dice
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, nearest
 
 SPLITS = ("train", "validation", "test")
 _HELD_OUT_SHARE = 64  # one source text in 64 is a test source, another one a validation source
 
 
 class Phrase(NamedTuple):
-    """One pair of the corpus, and the kind of thing it names."""
+    """One pair of the corpus, and the name of its category (a key of CATEGORIES)."""
 
     source: str
     target: str
@@ -46,7 +45,7 @@ def phrase(split: str, index: int, source_language: str, target_language: str) -
     """Phrase `index` (from 0, without end) of a split, in any two locales that Babel has.
 
     Categories take turns, so any run of indices has equally many of each. The source does not
-    depend on the target language. `UserError` if the split or a locale is not known.
+    depend on the target language. Raises UserError if the split or a locale is not known.
     """
     if split not in SPLITS:
         raise UserError(f"unknown split {split!r}: the built-in corpus has {', '.join(SPLITS)}")
@@ -63,7 +62,7 @@ def phrase(split: str, index: int, source_language: str, target_language: str) -
 
 
 def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[str, Any, str]:
-    """The first candidate whose text belongs to the split: its style, value and source text."""
+    """The style, value and source text of the first candidate whose text belongs to the split."""
     attempt = 0
     while True:
         dice = Dice(f"{split} {index} {attempt}")
@@ -77,10 +76,9 @@ def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[s
 
 @functools.cache
 def _locale(name: str) -> Locale:
-    """Babel's locale of a name such as "de", "pt_BR" or "zh-Hant"."""
+    """Babel's locale of a name such as "de", "pt_BR" or "zh-Hant"; raises UserError if unknown."""
     try:
         return Locale.parse(name.replace("-", "_"))
     except (UnknownLocaleError, ValueError):
-        known = localedata.locale_identifiers()
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise UserError(f"unknown locale {name!r}: did you mean {nearest!r}?") from None
+        locale = nearest(name, localedata.locale_identifiers())
+        raise UserError(f"unknown locale {name!r}: did you mean {locale!r}?") from None

@@ -1,7 +1,7 @@
-"""Parallel text: lines of files, and pairs of lines from every kind of source.
+"""The pairs of a split, from whatever kind of source `data.source` names.
 
-A split is a list of sources, each a pair of files, a slice of the built-in phrases or a split of a
-TFDS dataset. All kinds meet in `PairSource`; nobody below `open_sources` knows which kind it reads.
+A split is a list of sources: pairs of files, slices of the built-in phrases, or splits of a TFDS
+dataset. All of them become a `PairSource`, and nobody above `open_sources` knows of kinds.
 """
 
 import hashlib
@@ -9,53 +9,46 @@ import importlib.metadata
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.lines import opened, read_lines
+from flaxformer_min.data.pairs import PairSource
 from flaxformer_min.errors import UserError
 
 HASHED_PHRASES = 256  # of a slice, evenly spread
 
 
-class PairSource(NamedTuple):
-    """Pairs of lines, with a name for messages and a hash of all they say."""
-
-    name: str
-    digest: str
-    size: int  # pairs
-    pairs: Callable[[], Iterator[tuple[str, str]]]
-
-
 def read_pairs(config: DataConfig, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """All pairs of a split as written, in order; `names` is `config.train` or another split's."""
+    """All pairs of a split as written, in order; `names` is `config.train` or another split's.
+
+    Raises UserError as `open_sources` does.
+    """
     sources = open_sources(config, names)
     return itertools.chain.from_iterable(source.pairs() for source in sources)
 
 
 def open_sources(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
-    """The sources of a split, checked: files are read wholly, counted and hashed.
+    """Opens and checks the sources of a split: files are read to their ends, counted and hashed.
 
-    A TFDS dataset is prepared where it is not. Raises UserError where a file is missing, two files
-    of a pair differ in their number of lines, or a name is not understood.
+    A TFDS dataset that is not prepared yet is prepared now. Raises UserError if a file is missing,
+    two files of a pair differ in their number of lines, or a name is not understood.
     """
-    if config.source == "phrases":
-        return [_phrases(config, name) for name in names]
-    if config.source.startswith("tfds:"):
-        return _tfds(config, names)
-    if config.source != "files":
-        raise UserError(
-            f"data.source: {config.source!r} is unknown; use 'files', 'phrases' or 'tfds:NAME'"
-        )
+    kinds = {"files": _open_files, "phrases": _open_phrases, "tfds": _open_tfds}
+    if config.source_kind not in kinds:
+        raise UserError(f"data.source: {config.source!r} is unknown; use {', '.join(kinds)}:NAME")
+    return kinds[config.source_kind](config, names)
+
+
+def _open_files(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
     if len(names) % 2:
         raise UserError(f"data: source and target files must alternate, got {', '.join(names)}")
     paths = [Path(config.dir) / name for name in names]
-    return [_files(*pair) for pair in zip(paths[::2], paths[1::2], strict=True)]
+    return [_open_pair(*pair) for pair in zip(paths[::2], paths[1::2], strict=True)]
 
 
-def _files(source: Path, target: Path) -> PairSource:
+def _open_pair(source: Path, target: Path) -> PairSource:
     (source_size, source_digest), (target_size, target_digest) = _scan(source), _scan(target)
     if source_size != target_size:
         raise UserError(
@@ -69,37 +62,6 @@ def _files(source: Path, target: Path) -> PairSource:
     return PairSource(f"{source} {target}", source_digest + target_digest, source_size, pairs)
 
 
-def _phrases(config: DataConfig, name: str) -> PairSource:
-    from flaxformer_min.data.phrases import phrase
-
-    found = re.fullmatch(r"(train|validation|test)\[(\d*):(\d+)\]", name)
-    if not found:
-        raise UserError(f'data: {name!r} is no slice of the phrases; write "train[:60000]"')
-    split, indices = found[1], range(int(found[2] or 0), int(found[3]))
-    languages = config.source_language, config.target_language
-
-    def render(indices: range) -> Iterator[tuple[str, str]]:
-        for index in indices:
-            drawn = phrase(split, index, *languages)
-            yield drawn.source, drawn.target
-
-    # Rendering every phrase only to hash it is slow; some of them notice changed code or data.
-    some = list(render(indices[:: max(1, len(indices) // HASHED_PHRASES)]))
-    says = [name, languages, importlib.metadata.version("babel"), some]
-    digest = hashlib.sha256(json.dumps(says).encode()).hexdigest()
-    return PairSource(f"phrases {name}", digest, len(indices), lambda: render(indices))
-
-
-def _tfds(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
-    from flaxformer_min.data import tfds as tfds_source  # TFDS takes a second to import
-
-    dataset = tfds_source.open_dataset(config)
-    return [
-        PairSource(f"{config.source} {name}", *tfds_source.open_split(dataset, config, name))
-        for name in names
-    ]
-
-
 def _scan(path: Path) -> tuple[int, str]:
     """The number of lines of a file, and the SHA-256 of its (unpacked) bytes."""
     digest, newlines, last = hashlib.sha256(), 0, b"\n"
@@ -109,3 +71,33 @@ def _scan(path: Path) -> tuple[int, str]:
             newlines += chunk.count(b"\n")
             last = chunk[-1:]
     return newlines + (last != b"\n"), digest.hexdigest()
+
+
+def _open_phrases(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
+    return [_open_slice(name, config.source_language, config.target_language) for name in names]
+
+
+def _open_slice(name: str, *languages: str) -> PairSource:
+    from flaxformer_min.data.phrases import phrase
+
+    found = re.fullmatch(r"(train|validation|test)\[(\d*):(\d+)\]", name)
+    if not found:
+        raise UserError(f'data: {name!r} is no slice of the phrases; write "train[:60000]"')
+    split, indices = found[1], range(int(found[2] or 0), int(found[3]))
+
+    def render(indices: range) -> Iterator[tuple[str, str]]:
+        return (phrase(split, index, *languages)[:2] for index in indices)
+
+    # Rendering every phrase only to hash it is slow; some of them show whether Babel or the code of
+    # the corpus has changed.
+    some = list(render(indices[:: max(1, len(indices) // HASHED_PHRASES)]))
+    text = json.dumps([name, languages, importlib.metadata.version("babel"), some])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return PairSource(f"phrases {name}", digest, len(indices), lambda: render(indices))
+
+
+def _open_tfds(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
+    from flaxformer_min.data.tfds import open_dataset, open_texts  # TFDS takes a second to import
+
+    dataset = open_dataset(config)
+    return [open_texts(dataset, config, name) for name in names]

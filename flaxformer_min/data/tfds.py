@@ -1,12 +1,10 @@
-"""TensorFlow Datasets: a translation dataset opened, prepared where it is not, and read.
+"""Translation datasets of TensorFlow Datasets (TFDS): they are prepared if need be, and read.
 
-TensorFlow is not needed. TFDS itself reads what it prepares as array_record; folders that others
-prepared as tfrecord, its default, are read here.
+TensorFlow is not needed. Datasets are prepared as array_record, which TFDS reads by itself; those
+that others prepared as tfrecord, the default of TFDS, are read by `read_tfrecord`.
 """
 
 import contextlib
-import difflib
-import fcntl
 import hashlib
 import importlib.util
 import itertools
@@ -17,7 +15,7 @@ import struct
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -27,19 +25,21 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.core.download import extractor
 
 from flaxformer_min.config import DataConfig
-from flaxformer_min.errors import UserError
+from flaxformer_min.data.pairs import PairSource
+from flaxformer_min.errors import UserError, nearest
+from flaxformer_min.system.files import locked
 
 AT_ONCE = 1024  # examples; array_record is many times faster than one by one
 HASHED_EXAMPLES = 16  # of each file
 
 
 def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
-    """The dataset that `data.source` names, prepared as array_record where it is not prepared.
+    """Opens the dataset that `data.source` names; prepares it first if it is not prepared yet.
 
-    It lies in `data.dir`; the default, ".", means TFDS_DATA_DIR or else TFDS's own folder.
-    Preparing takes archives from `downloads/manual` in that folder and downloads the others.
-    Raises UserError where there is no such dataset or config, where it lacks a language, and where
-    it cannot be prepared.
+    The dataset lies in `data.dir`; the default, ".", means TFDS_DATA_DIR or else TFDS's own folder.
+    Preparing uses the archives in `downloads/manual` of that folder and downloads all others.
+    Raises UserError if there is no such dataset or config, if it has no text in one of the
+    languages, or if it cannot be prepared.
     """
     name = config.source.removeprefix("tfds:")
     folder = os.environ.get("TFDS_DATA_DIR") or None if config.dir == "." else config.dir
@@ -52,16 +52,14 @@ def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
     return builder
 
 
-def open_split(
-    builder: tfds.core.DatasetBuilder, config: DataConfig, name: str
-) -> tuple[str, int, Callable[[], Iterator[tuple[str, str]]]]:
-    """Digest, size and pairs of a split or slice, in TFDS's notation and in the stored order.
+def open_texts(builder: tfds.core.DatasetBuilder, config: DataConfig, name: str) -> PairSource:
+    """Opens a split or slice, named in TFDS's notation; its pairs come in the stored order.
 
-    The digest is the same however and wherever the dataset was prepared. It holds the dataset's
+    The digest is the same however and wherever the dataset was prepared. It covers the dataset's
     version, the number of examples in each file, the bytes of all examples together and the first
-    few texts of each file, which TFDS has shuffled: only a change elsewhere that keeps every
-    count and the total size goes unnoticed.
-    Raises UserError where the dataset has no such split or it is empty; reading raises it where
+    few texts of each file. TFDS has shuffled the examples, so a change of the text goes unnoticed
+    only if it leaves all these as they were.
+    Raises UserError if the dataset has no such split or it is empty; reading raises UserError if
     text is not UTF-8 or a file is damaged.
     """
     splits = builder.info.splits
@@ -90,8 +88,10 @@ def open_split(
         if files & set(map(str, split.filepaths))
     ]
     slices = [[part.skip, part.take] for part in parts]
-    says = [builder.info.full_name, languages, stored, slices, list(pairs(HASHED_EXAMPLES))]
-    return hashlib.sha256(json.dumps(says).encode()).hexdigest(), size, pairs
+    first = list(pairs(HASHED_EXAMPLES))
+    text = json.dumps([builder.info.full_name, languages, stored, slices, first])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return PairSource(f"{config.source} {name}", digest, size, pairs)
 
 
 def read_tfrecord(path: str | Path) -> Iterator[bytes]:
@@ -113,13 +113,13 @@ def read_tfrecord(path: str | Path) -> Iterator[bytes]:
 def _texts(
     builder: tfds.core.DatasetBuilder, name: str, languages: tuple[str, str], most: int
 ) -> Iterator[tuple[bytes, bytes]]:
-    """The texts of a split in order, of at most so many examples of each of its files."""
+    """Source and target of a split's examples in order, of at most `most` examples of each file."""
     read = _tfrecord if builder.info.file_format == tfds.core.FileFormat.TFRECORD else _array_record
     try:
         for record in read(builder, name, most):
             example = builder.info.features.deserialize_example_np(record)
             source, target = (example[key] for key in languages)
-            if source is None or target is None:  # so array_record reads what was cut off
+            if source is None or target is None:  # array_record reads a file cut short like this
                 raise EOFError("an example without text")
             yield source, target
     except (OSError, EOFError, RuntimeError, DecodeError) as error:
@@ -130,6 +130,7 @@ def _texts(
 
 
 def _array_record(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
+    """The serialised examples of a split, of at most `most` of each file."""
     raw = tfds.decode.DeserializeMethod.RAW_BYTES
     source, start = builder.as_data_source(name, deserialize_method=raw), 0
     for part in builder.info.splits[name].file_instructions:
@@ -140,6 +141,7 @@ def _array_record(builder: tfds.core.DatasetBuilder, name: str, most: int) -> It
 
 
 def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
+    """The serialised examples of a split, of at most `most` of each file."""
     for part in builder.info.splits[name].file_instructions:
         records, count = read_tfrecord(part.filename), min(part.take, most)
         for record in itertools.islice(records, part.skip, part.skip + count):
@@ -150,7 +152,7 @@ def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterat
 
 
 def _line(text: bytes, place: str) -> str:
-    """A text as one line: without the line break some texts end in, and a space for others."""
+    """A text as one line: a line break at its end is dropped, any other becomes a space."""
     try:
         line = text.decode()
     except UnicodeDecodeError as error:
@@ -183,15 +185,14 @@ def _check_languages(builder: tfds.core.DatasetBuilder, config: DataConfig) -> N
 
 
 def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
-    """Downloads and prepares, one process at a time."""
+    """Downloads and prepares a dataset, in one process at a time."""
     folder = Path(builder.data_dir_root)
     print(f"preparing {source} in {folder}", file=sys.stderr)
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as lock, _unpacking_without_tensorflow():
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(folder / "lock", wait=True), _unpacking_without_tensorflow():
             if not builder.is_prepared():  # by another process in the meantime
                 builder.download_and_prepare(file_format="array_record")
     except ImportError as error:
@@ -208,7 +209,10 @@ def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
 
 
 def _unpacking_without_tensorflow() -> contextlib.AbstractContextManager:
-    """TFDS unpacks archives with two functions of TensorFlow; where that is missing, with these."""
+    """A context in which TFDS unpacks archives without TensorFlow, if that is not installed.
+
+    TFDS calls two functions of TensorFlow for it, which are replaced by Python's own.
+    """
     if importlib.util.find_spec("tensorflow"):
         return contextlib.nullcontext()
     here = types.SimpleNamespace
@@ -221,7 +225,8 @@ def _unknown_dataset(name: str, folder: str | None) -> str:
     known = [tfds.core.naming.camelcase_to_snakecase(key) for key in classes]
     return (
         f"tfds:{name}: no such dataset in TFDS, and none prepared in "
-        f"{folder or tfds.core.constants.DATA_DIR}; {_meant(name.partition('/')[0], known)}"
+        f"{folder or tfds.core.constants.DATA_DIR}; "
+        f"did you mean {nearest(name.partition('/')[0], known)}?"
     )
 
 
@@ -233,18 +238,10 @@ def _unknown_config(name: str, error: Exception) -> str:
         known = []
     if not known or config.partition(":")[0] in known:
         return f"tfds:{name}: {_one_line(error)}"
-    return f"tfds:{name}: {dataset} has no config {config!r}; {_meant(config, known)}"
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """The nearest name by its letters and their order, so that "en-de" finds "de-en"."""
-
-    def likeness(other: str) -> float:
-        pairs = (name, other), (sorted(name), sorted(other))
-        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    return f"did you mean {max(known, key=likeness)}?"
+    meant = nearest(config, known)
+    return f"tfds:{name}: {dataset} has no config {config!r}; did you mean {meant}?"
 
 
 def _one_line(error: Exception) -> str:
+    """The text of an error, which TFDS spreads over many lines, in one line of 300 characters."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)

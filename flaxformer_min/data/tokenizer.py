@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import random
 import re
 import subprocess
@@ -15,10 +16,11 @@ import sentencepiece
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
 
+TRAINING_LINES = 2_000_000  # at most, drawn from all: SentencePiece holds them in memory
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # of every model trained here
 LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
 
-# SentencePiece is C++: what a malformed model breaks may be the interpreter.
+# SentencePiece is C++: a malformed model may crash the interpreter, so another one tries it first.
 _TRIAL = """
 import sys, sentencepiece
 model = sentencepiece.SentencePieceProcessor(model_proto=sys.stdin.buffer.read())
@@ -29,17 +31,18 @@ model.decode(ids)
 
 
 class Tokenizer:
-    """A SentencePiece model and the four special ids, which are all different.
+    """A SentencePiece model and the ids of pad, unk, bos and eos, which are all different.
 
-    A model that lacks pad, bos or eos gets ids for them above its last piece. Every line comes back
-    as it was, up to what the model's own normalisation changes; with a model trained here and byte
-    fallback only U+2581, SentencePiece's mark for a space, comes back as a space.
+    A model that lacks pad, bos or eos gets ids for them above its last piece. Decoding the ids of a
+    line gives the line back, up to the changes of the model's own normalisation. A model trained
+    here with byte fallback changes one character only: U+2581, SentencePiece's mark for a space,
+    comes back as a space.
     """
 
     def __init__(self, model_bytes: bytes) -> None:
-        """From bytes that are known to be what this program wrote; others go through `load`.
+        """Parses a model that this program wrote; anybody else's is to go through `load`.
 
-        Raises UserError where they are no SentencePiece model.
+        Raises UserError if the bytes are no SentencePiece model.
         """
         self.model_bytes = model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()
@@ -51,15 +54,15 @@ class Tokenizer:
         self.bos_id = self._own_or_added(self._processor.bos_id(), "<s>")
         self.eos_id = self._own_or_added(self._processor.eos_id(), "</s>")
         try:
-            self.never_generated = self._never_generated()
+            self.never_generated = self._never_generated()  # ids, ascending
         except UnicodeDecodeError:
             raise UserError("damaged: a piece of the model is not UTF-8") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads anybody's model file, which is tried in another process first.
+        """Reads anybody's model file; another process tries the model first.
 
-        Raises UserError naming the file where it is missing or malformed.
+        Raises UserError naming the file if it is missing or malformed.
         """
         try:
             model_bytes = Path(path).read_bytes()
@@ -71,11 +74,11 @@ class Tokenizer:
             raise UserError(f"{path}: {error}") from None
 
     def encode(self, line: str) -> list[int]:
-        """The ids of one line, EOS last. Control symbols in the text are ordinary text."""
+        """The ids of one line, with EOS last. Control symbols in the text are ordinary text."""
         return [*self._processor.encode(line), self.eos_id]
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """As `encode`, for many lines at once and faster."""
+        """The ids of each line, with EOS last; faster than `encode` for many lines."""
         return [[*ids, self.eos_id] for ids in self._processor.encode(list(lines))]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
@@ -84,23 +87,17 @@ class Tokenizer:
         Bytes that are no UTF-8 become U+FFFD; a line break becomes a space, so that the text
         stays one line.
         """
-        text = self._processor.decode(self._content(ids))
+        before_eos = itertools.takewhile(lambda i: i != self.eos_id, map(int, ids))
+        content = [i for i in before_eos if i not in (self.pad_id, self.bos_id)]
+        text = self._processor.decode(content)
         return text.replace("\n", " ").replace("\r", " ")
 
     def pieces(self, ids: Iterable[SupportsIndex]) -> list[str]:
         """The name of each id, special ids included."""
         return [self._added.get(i) or self._processor.id_to_piece(i) for i in map(int, ids)]
 
-    def _content(self, ids: Iterable[SupportsIndex]) -> list[int]:
-        content = []
-        for i in map(int, ids):
-            if i == self.eos_id:
-                break
-            if i not in (self.pad_id, self.bos_id):
-                content.append(i)
-        return content
-
     def _own_or_added(self, own_id: int, name: str) -> int:
+        """The model's id of a special piece, or a new id if the model has none (-1)."""
         if own_id >= 0:
             return own_id
         self._added[self.vocab_size] = name
@@ -108,18 +105,23 @@ class Tokenizer:
         return self.vocab_size - 1
 
     def _never_generated(self) -> tuple[int, ...]:
-        """Every special id but EOS, and every piece that holds a line break."""
+        """Every special id but EOS, and every piece that holds a line break or is its byte."""
         model = self._processor
-        own = range(model.get_piece_size())
-        control = {i for i in own if model.is_control(i)} - {self.eos_id}
-        line_breaks = {i for i in own if _breaks_line(model.id_to_piece(i), model.is_byte(i))}
-        return tuple(sorted({self.pad_id, self.unk_id, self.bos_id} | control | line_breaks))
+        never = {self.pad_id, self.unk_id, self.bos_id}
+        for i in range(model.get_piece_size()):
+            piece = model.id_to_piece(i)
+            breaks_line = "\n" in piece or "\r" in piece
+            breaks_line |= model.is_byte(i) and piece in ("<0x0A>", "<0x0D>")
+            if breaks_line or (model.is_control(i) and i != self.eos_id):
+                never.add(i)
+        return tuple(sorted(never))
 
 
 def prepare_tokenizer(config: DataConfig, lines: Iterable[str]) -> Tokenizer:
-    """The tokenizer of `config.tokenizer`, or one trained on `lines` (only then are they read).
+    """The tokenizer that `config.tokenizer` names, or one trained on `lines`.
 
-    Raises UserError where an existing model's size is not `config.vocab_size`.
+    The lines are read only if there is one to train. Raises UserError if an existing model has
+    another size than `config.vocab_size`.
     """
     if config.tokenizer is None:
         return Tokenizer(train_tokenizer(lines, config))
@@ -136,15 +138,15 @@ def prepare_tokenizer(config: DataConfig, lines: Iterable[str]) -> Tokenizer:
 def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
     """Trains a BPE model on lines of both languages; returns the bytes of its model file.
 
-    The text is taken as it is: no normalisation, no whitespace removed (SentencePiece's defaults
-    would destroy U+2028, U+202F and U+00A0). At most `config.tokenizer_max_lines` lines are used,
+    The text is used as it is: neither normalised nor stripped of whitespace (SentencePiece's
+    defaults would destroy U+2028, U+202F and U+00A0). At most TRAINING_LINES lines are used,
     drawn with `config.seed`. The same lines and config give the same bytes.
-    Raises UserError where the vocabulary asked for does not fit the corpus.
+    Raises UserError if the corpus is too small for the vocabulary, or has too many characters.
     """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_emptied(_sample(lines, config.tokenizer_max_lines, config.seed)),
+            sentence_iterator=_emptied(_sample(lines, TRAINING_LINES, config.seed)),
             model_writer=model,
             model_type="bpe",
             vocab_size=config.vocab_size,
@@ -167,7 +169,7 @@ def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
 
 
 def _sample(lines: Iterable[str], size: int, seed: int) -> list[str]:
-    """At most `size` of the lines, each as likely as any other (reservoir sampling).
+    """At most `size` of the lines, each equally likely to be among them (reservoir sampling).
 
     SentencePiece can sample too, but always with the same seed.
     """
@@ -182,14 +184,14 @@ def _sample(lines: Iterable[str], size: int, seed: int) -> list[str]:
 
 
 def _emptied(lines: list[str]) -> Iterator[str]:
-    """The lines in order, each let go of as it is handed over: SentencePiece keeps a copy."""
+    """Yields the lines in order and removes each from the list: SentencePiece keeps a copy."""
     lines.reverse()
     while lines:
         yield lines.pop()
 
 
 def _training_error(message: str, asked: int) -> UserError | RuntimeError:
-    """SentencePiece's message as ours; what is not the user's mistake stays a RuntimeError."""
+    """The error for a message of SentencePiece; a RuntimeError unless the mistake is the user's."""
     if found := re.search(r"Vocabulary size too high .* <= (\d+)", message):
         return UserError(
             f"data.vocab_size: {asked} is more than this corpus gives; at most {found[1]}"
@@ -207,12 +209,8 @@ def _training_error(message: str, asked: int) -> UserError | RuntimeError:
     return RuntimeError(message)
 
 
-def _breaks_line(piece: str, is_byte: bool) -> bool:
-    return "\n" in piece or "\r" in piece or (is_byte and piece in ("<0x0A>", "<0x0D>"))
-
-
 def _try_elsewhere(model_bytes: bytes) -> None:
-    """Raises UserError where loading and using a model fails, be it by a crash."""
+    """Raises UserError if another interpreter fails to load and use the model, or crashes."""
     child = [sys.executable, "-P", "-c", _TRIAL]
     if subprocess.run(child, input=model_bytes, capture_output=True).returncode:
         raise UserError("not a SentencePiece model, or damaged")

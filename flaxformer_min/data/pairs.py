@@ -1,0 +1,16 @@
+"""Pairs of lines: the one form in which every kind of parallel text is read."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class PairSource(NamedTuple):
+    """Parallel text that can be read any number of times, always the same pairs in the same order.
+
+    `name` stands in messages. `digest` is a hash of the text: another digest means other pairs.
+    """
+
+    name: str
+    digest: str
+    size: int  # pairs
+    pairs: Callable[[], Iterator[tuple[str, str]]]  # source and target line of each pair
