@@ -307,9 +307,9 @@ class _TrainHelp(argparse.Action):
     ) -> None:
         parser.print_help()
         if namespace.config is not None:
-            from flaxformer_min.config_file import load_config
+            from flaxformer_min.config_file import print_help
 
-            load_config(namespace.config, ["--help"])
+            print_help(namespace.config)
         parser.exit()
 
 

@@ -3,17 +3,20 @@
 import contextlib
 import dataclasses
 import inspect
-import io
+import re
 import runpy
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Generator
+import types
+import typing
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
-import tyro
-
-from flaxformer_min.config import FIELD_TYPES, Config, described, meant, typed, validate
-from flaxformer_min.errors import UserError, first_line
+from flaxformer_min.config import FIELD_TYPES, Config
+from flaxformer_min.config_rules import described, typed, validate
+from flaxformer_min.errors import UserError, first_line, nearest
 
 
 def load_config(spec: str, overrides: list[str]) -> Config:
@@ -24,18 +27,23 @@ def load_config(spec: str, overrides: list[str]) -> Config:
             `get_config(ARG)`. The ARGs that a file knows are the keys of its dict `VARIANTS`. As
             for any script, modules beside FILE can be imported.
         overrides: flags such as `--model.dropout 0.2` or `--data.train a.en a.de`, applied in
-            order. `--help` prints every flag with its value in FILE and exits.
+            order.
 
     Raises:
         UserError: the file or a flag cannot be used, or values contradict each other.
     """
-    config = _override(_read(spec), overrides, spec)
+    config = _override(_run_file(spec), overrides)
     validate(config)
     return config
 
 
-def _read(spec: str) -> Config:
-    """What the file's `get_config` returns, with the type of every field checked."""
+def print_help(spec: str) -> None:
+    """Prints every field with its type, its value in FILE and the comment on it in `config`."""
+    print(*_help(_run_file(spec), spec), sep="\n")
+
+
+def _run_file(spec: str) -> Config:
+    """The config that the file's `get_config` returns, with the type of every field checked."""
     path, argument = _split_spec(spec)
     with _users_code(path):
         module = runpy.run_path(str(path))
@@ -47,7 +55,7 @@ def _read(spec: str) -> Config:
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config returns {type(config).__name__}, it must be Config")
     try:
-        return typed(Config, dataclasses.asdict(config), "")
+        return typed(Config, dataclasses.asdict(config))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -76,7 +84,7 @@ def _check_argument(path: Path, argument: str, get_config: Callable, variants: d
 
 @contextlib.contextmanager
 def _users_code(path: Path) -> Generator[None]:
-    """Within it, modules beside the file can be imported and whatever it raises is a UserError."""
+    """A context in which modules beside the file can be imported and every error is a UserError."""
     sys.path.insert(0, str(path.parent))
     try:
         yield
@@ -97,39 +105,87 @@ def _line_of(error: Exception, path: Path) -> str:
     return "".join([f":{frame.lineno}" for frame in frames if frame.filename == str(path)][-1:])
 
 
-def _override(config: Config, flags: list[str], spec: str) -> Config:
-    """Applies flags through tyro, one at a time, so that a wrong one is known by name."""
-    if "--help" in flags or "-h" in flags:
-        _tyro(config, ["--help"], prog=f"train.py --config {spec} --workdir DIR")
-    for key, values in _split_flags(flags):
-        with contextlib.redirect_stderr(io.StringIO()):  # tyro's report is a box of many lines
-            try:
-                one = len(values) == 1  # which may look like a flag itself
-                config = _tyro(config, [f"--{key}={values[0]}"] if one else [f"--{key}", *values])
-            except SystemExit as error:
-                given, rule = " ".join([key, *values]), described(FIELD_TYPES[key])
-                raise UserError(f"--{given}: {key} must be {rule}") from error
+def _override(config: Config, flags: list[str]) -> Config:
+    """The config with the fields that flags set, one after the other."""
+    for key, words in _split_flags(flags):
+        kind = FIELD_TYPES[key]
+        try:
+            value = typed(kind, _value(kind, words), key)
+        except (ValueError, UserError):
+            given = " ".join([key, *words])
+            raise UserError(f"--{given}: {key} must be {described(kind)}") from None
+        section, field = key.split(".")
+        changed = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: changed})
     return config
 
 
-def _tyro(config: Config, flags: list[str], prog: str | None = None) -> Config:
-    # A bool takes a value as every other field does: --data.byte_fallback False.
-    style = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(Config, default=config, args=flags, prog=prog, config=style)
-
-
 def _split_flags(flags: list[str]) -> list[tuple[str, list[str]]]:
-    """Field and values of each flag; `--data.max_length 9` may also be `--data.max-length=9`."""
+    """Field and words of each flag; `--data.max_length 9` may also be `--data.max-length=9`."""
     groups: list[tuple[str, list[str]]] = []
     for flag in flags:
         if flag.startswith("--"):
-            name, equals, value = flag.partition("=")
+            name, equals, word = flag.partition("=")
             key = name.removeprefix("--").replace("-", "_")
             if key not in FIELD_TYPES:
-                raise UserError(f"{name} is no field of the config: {meant(key)}")
-            groups.append((key, [value] if equals else []))
+                meant = nearest(key, FIELD_TYPES)
+                raise UserError(f"{name} is no field of the config: did you mean {meant}?")
+            groups.append((key, [word] if equals else []))
         elif groups:
             groups[-1][1].append(flag)
         else:
             raise UserError(f"{flag} belongs to no flag: a field is set by --model.dropout 0.2")
     return groups
+
+
+def _value(kind: Any, words: list[str]) -> Any:
+    """The words of a flag as JSON would have them; raises ValueError where they are no such type.
+
+    A list of strings takes any number of words, every other type exactly one.
+    """
+    if typing.get_origin(kind) is tuple:
+        return words
+    (word,) = words
+    if isinstance(kind, types.UnionType):  # X | None
+        return None if word == "None" else _value(typing.get_args(kind)[0], words)
+    if kind is bool:
+        return ("False", "True").index(word) == 1
+    return kind(word) if kind in (int, float) else word
+
+
+def _help(config: Config, spec: str) -> Iterator[str]:
+    yield f"fields of the config, with their values in {spec}:"
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        yield f"\n{inspect.getdoc(values)}"
+        comments = _comments(type(values))
+        for name, value in vars(values).items():
+            key = f"{section.name}.{name}"
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            yield f"  --{key} {_metavar(FIELD_TYPES[key])}  (default: {shown})"
+            indent = " " * 6
+            yield textwrap.fill(comments[name], 96, initial_indent=indent, subsequent_indent=indent)
+
+
+def _metavar(kind: Any) -> str:
+    """What stands for the value of a flag in --help."""
+    choices = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return f"{{{','.join(choices)}}}"
+    if typing.get_origin(kind) is tuple:
+        return "[STR ...]"
+    return f"{_metavar(choices[0])}|None" if choices else kind.__name__.upper()
+
+
+def _comments(section: type) -> dict[str, str]:
+    """Field -> the comment in the lines above its declaration or behind it, in `config`."""
+    comments, above = {}, []
+    for line in inspect.getsource(section).splitlines():
+        code, _, comment = line.partition("# ")
+        if not code.strip():
+            above.append(comment)
+        elif field := re.match(r" {4}(\w+): ", code):
+            comments[field[1]] = " ".join([*above, comment]).strip()
+        if code.strip():
+            above = []
+    return comments

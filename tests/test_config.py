@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -12,14 +14,20 @@ from flaxformer_min.config import (
     Config,
     DataConfig,
     ModelConfig,
+    flat,
+)
+from flaxformer_min.config_file import load_config, print_help
+from flaxformer_min.config_rules import (
+    RETIRED,
     check_resume,
     config_from_json,
     config_to_json,
-    flat,
+    typed,
     validate,
 )
-from flaxformer_min.config_file import load_config
+from flaxformer_min.data.tokenizer import TRAINING_LINES
 from flaxformer_min.errors import UserError
+from flaxformer_min.training.optimizer import BETA1
 
 CONFIG = Config(
     model=ModelConfig(dropout=0.3),
@@ -160,6 +168,59 @@ def test_text_that_is_no_config_is_refused(text: str, message: str) -> None:
     assert message in message_of(config_from_json, text)
 
 
+def test_a_retired_field_is_read_where_it_has_the_value_that_is_a_constant_now() -> None:
+    assert {"optimizer.beta1": BETA1, "data.tokenizer_max_lines": TRAINING_LINES} == RETIRED
+    tree = json.loads(config_to_json(CONFIG))
+    for key, constant in RETIRED.items():
+        section, field = key.split(".")
+        tree[section][field] = constant
+    assert config_from_json(json.dumps(tree)) == CONFIG
+    tree["optimizer"]["beta1"] = 0.5
+    text = message_of(config_from_json, json.dumps(tree))
+    assert text == "optimizer.beta1 is 0.5: this version always uses 0.9"
+
+
+class Inner(NamedTuple):
+    score: float
+    steps: list[int]
+    best: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    name: str
+    inner: Inner
+    record: Mapping[str, Any] | None = None
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    kind: Literal["a", "b"] | None = None
+
+
+def test_any_record_can_be_read_from_json() -> None:
+    inner = {"score": 3, "steps": [5, 7]}
+    tree = {"name": "x", "inner": inner, "record": {"n": [1]}, "counts": {"u": 2}, "kind": "b"}
+    expected = Outer("x", Inner(3.0, [5, 7]), {"n": [1]}, {"u": 2}, "b")
+    assert typed(Outer, tree) == expected
+    assert typed(Outer, {"name": "x", "inner": inner}) == Outer("x", Inner(3.0, [5, 7]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inner": {"score": 3, "steps": [5, "7"]}}, "inner.steps is '7': it must be a whole"),
+        ({"inner": {"score": 3}}, "inner.steps is missing from x.json"),
+        ({"inner": {"score": 3, "steps": [], "bets": 1}}, "inner.bets is no field of x.json: did"),
+        ({"inner": []}, "section inner is []: it must be a JSON object"),
+        ({"record": []}, "record is []: it must be a JSON object"),
+        ({"counts": {"u": None}}, "counts.u is None: it must be a whole number"),
+        ({"kind": "c"}, "kind is 'c': it must be one of a, b"),
+        ({"name": None}, "name is None: it must be a string"),
+    ],
+)
+def test_a_wrong_value_in_any_record_is_named(change: dict[str, Any], message: str) -> None:
+    tree = {"name": "x", "inner": {"score": 3, "steps": []}} | change
+    assert message in message_of(typed, Outer, tree, "", "x.json")
+
+
 # Values
 
 
@@ -186,7 +247,7 @@ def test_text_that_is_no_config_is_refused(text: str, message: str) -> None:
         ("optimizer.peak_learning_rate", 0.0, "above 0, or None"),
         ("optimizer.clip_norm", -1.0, "above 0, or None"),
         ("optimizer.warmup_steps", 0, "at least 1"),
-        ("optimizer.beta1", 1.0, "at least 0 and below 1"),
+        ("optimizer.beta2", 1.0, "at least 0 and below 1"),
         ("optimizer.epsilon", 0.0, "above 0"),
         ("optimizer.accumulation", 3, "a divisor of data.row_multiple (8)"),
         ("optimizer.accumulation", 0, "a divisor of data.row_multiple (8)"),
@@ -359,11 +420,25 @@ def test_every_misspelt_field_leads_to_the_right_one(write) -> None:
 
 
 def test_help_lists_the_flags_with_the_values_of_the_file(write, capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        load_config(write(FILE), ["--help"])
-    assert caught.value.code == 0
-    text = re.sub(r"\s+", " ", capsys.readouterr().out.replace("│", ""))
-    assert "--model.dropout FLOAT" in text and "(default: 0.3)" in text
+    print_help(write(FILE))
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "--model.dropout FLOAT (default: 0.3)" in text
+    assert "--optimizer.clip_norm FLOAT|None (default: None)" in text
+    assert "--model.positions {sinusoidal,learned} (default: sinusoidal)" in text
+    assert "--data.train [STR ...] (default: a b)" in text
+    assert "The network (paper, section 3)." in text
+
+
+def test_help_shows_the_comment_on_every_field(write, capsys) -> None:
+    print_help(write(FILE))
+    shown = capsys.readouterr().out.split("\n  --")[1:]
+    assert [text.split()[0] for text in shown] == list(FIELD_TYPES)
+    comments = {text.split()[0]: " ".join(text.split("\n", 1)[1].split()) for text in shown}
+    assert all(len(comment) > 2 for comment in comments.values())
+    assert comments["model.dropout"].startswith("P_drop, of every sublayer's output")
+    assert comments["model.remat"].startswith("Compute each layer again in the backward pass")
+    assert comments["data.seed"].startswith("decides the tokenizer's training and the order")
+    assert comments["data.test"] == "written as for train"
 
 
 def test_an_argument_chooses_a_variant(write) -> None:

@@ -7,8 +7,8 @@ import re
 import jaxtyping
 import pytest
 from babel import Locale
-from benchmarks.exact_match import exact_match_by_category
 
+from benchmarks.exact_match import exact_match_by_category
 from flaxformer_min.data.cldr import CATEGORIES, Dice
 from flaxformer_min.data.phrases import SPLITS, Phrase, phrase, split_of
 from flaxformer_min.errors import UserError

@@ -13,8 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from flaxformer_min.config import FIELD_TYPES, ModelConfig, config_from_json, config_to_json
+from flaxformer_min.config import FIELD_TYPES, ModelConfig
 from flaxformer_min.config_file import load_config
+from flaxformer_min.config_rules import config_from_json, config_to_json
 from flaxformer_min.model.build import count_parameters, split_model
 
 ROOT = Path(__file__).parent.parent

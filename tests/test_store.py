@@ -29,7 +29,7 @@ from flaxformer_min.checkpoints.average import average
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.retention import counted_steps, newest_good
-from flaxformer_min.config import config_to_json
+from flaxformer_min.config_rules import config_to_json
 from flaxformer_min.errors import UserError
 from flaxformer_min.system import sealed as manifest
 from flaxformer_min.system.sealed import CheckpointError
@@ -232,7 +232,7 @@ SAVE_UNTIL_KILLED = """
 import os, signal, sys, threading
 import jax, jax.numpy as jnp
 from flaxformer_min.checkpoints.store import Checkpoints
-from flaxformer_min.config import config_from_json
+from flaxformer_min.config_rules import config_from_json
 from flaxformer_min.data.tokenizer import Tokenizer
 workdir, config, tokenizer, delay = sys.argv[1:]
 config, tokenizer = config_from_json(config), Tokenizer(bytes.fromhex(tokenizer))
@@ -276,7 +276,7 @@ SAVE_TOO_MUCH = """
 import json, resource, signal, sys, time
 import jax, jax.numpy as jnp
 from flaxformer_min.checkpoints.store import Checkpoints
-from flaxformer_min.config import config_from_json
+from flaxformer_min.config_rules import config_from_json
 from flaxformer_min.system.sealed import CheckpointError
 from flaxformer_min.checkpoints.retention import counted_steps, newest_good
 from flaxformer_min.checkpoints.progress import Progress

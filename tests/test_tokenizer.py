@@ -130,8 +130,9 @@ def test_the_same_lines_and_config_give_the_same_bytes(tokenizer):
     assert Tokenizer(tokenizer.model_bytes).sha256 == tokenizer.sha256
 
 
-def test_the_seed_decides_which_lines_are_used_where_there_are_too_many():
-    few = dataclasses.replace(CONFIG, tokenizer_max_lines=59, vocab_size=310)
+def test_the_seed_decides_which_lines_are_used_where_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(tokenizer_room, "TRAINING_LINES", 59)
+    few = dataclasses.replace(CONFIG, vocab_size=310)
     models = {train_tokenizer(LINES, dataclasses.replace(few, seed=seed)) for seed in (1, 1, 5)}
     assert len(models) == 2
 

@@ -25,7 +25,8 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from flaxformer_min.checkpoints.progress import Progress
-from flaxformer_min.config import Config, config_from_json, config_to_json
+from flaxformer_min.config import Config
+from flaxformer_min.config_rules import config_from_json, config_to_json
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import CheckpointError, delete, partial, reported, seal, verify

@@ -15,6 +15,7 @@ import sentencepiece
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
 
+TRAINING_LINES = 2_000_000  # at most, drawn from all: SentencePiece holds them in memory
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # of every model trained here
 LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
 
@@ -137,14 +138,14 @@ def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
     """Trains a BPE model on lines of both languages; returns the bytes of its model file.
 
     The text is taken as it is: no normalisation, no whitespace removed (SentencePiece's defaults
-    would destroy U+2028, U+202F and U+00A0). At most `config.tokenizer_max_lines` lines are used,
-    drawn with `config.seed`. The same lines and config give the same bytes.
+    would destroy U+2028, U+202F and U+00A0). At most TRAINING_LINES lines are used, drawn with
+    `config.seed`. The same lines and config give the same bytes.
     Raises UserError where the vocabulary asked for does not fit the corpus.
     """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_emptied(_sample(lines, config.tokenizer_max_lines, config.seed)),
+            sentence_iterator=_emptied(_sample(lines, TRAINING_LINES, config.seed)),
             model_writer=model,
             model_type="bpe",
             vocab_size=config.vocab_size,

@@ -5,6 +5,8 @@ import optax
 
 from flaxformer_min.config import OptimizerConfig
 
+BETA1 = 0.9  # of Adam, as the paper's (section 5.3)
+
 
 def warmup_inverse_sqrt(
     d_model: int, warmup_steps: int, peak: float | None = None
@@ -31,7 +33,7 @@ def make_schedule(config: OptimizerConfig, d_model: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, d_model: int) -> optax.GradientTransformation:
     """Adam with the paper's betas and schedule; the gradient's global norm clipped if asked."""
     schedule = make_schedule(config, d_model)
-    adam = optax.adam(schedule, b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    adam = optax.adam(schedule, b1=BETA1, b2=config.beta2, eps=config.epsilon)
     if config.clip_norm is None:
         return adam
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adam)

@@ -15,7 +15,8 @@ import sentencepiece
 
 from flaxformer_min.checkpoints.load import FOLDER, load_for_inference
 from flaxformer_min.checkpoints.retention import counted_steps
-from flaxformer_min.config import Config, check_resume, config_from_json, config_to_json
+from flaxformer_min.config import Config
+from flaxformer_min.config_rules import check_resume, config_from_json, config_to_json
 from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.corpus import EncodedCorpus, open_split, own_cache, prepare_split
 from flaxformer_min.data.sources import PairSource, open_sources
