@@ -1,11 +1,16 @@
-"""A file is replaced as a whole, or left as it was with the error naming it."""
+"""A file is replaced as a whole or left as it was, and one process at a time holds a lock."""
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
-from flaxformer_min.system.files import naming, replace_file
+from flaxformer_min.system.files import locked, naming, replace_file
 
 
 def test_a_file_is_made_and_replaced(tmp_path):
@@ -32,3 +37,37 @@ def test_an_error_that_names_its_file_keeps_the_name(tmp_path):
     with pytest.raises(FileNotFoundError) as error, naming(tmp_path):
         (tmp_path / "missing").read_bytes()
     assert error.value.filename == str(tmp_path / "missing")
+
+
+HOLD = """
+import pathlib, sys
+from flaxformer_min.system.files import locked
+with locked(pathlib.Path(sys.argv[1]), wait=True):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_against_others_until_its_process_is_killed(tmp_path):
+    path = tmp_path / "lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)],
+        cwd=Path(__file__).parent.parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError), locked(path, wait=False):
+            pass
+        threading.Timer(0.2, process.kill).start()
+        with locked(path, wait=True):
+            assert process.wait() == -signal.SIGKILL
+    with locked(path, wait=False):
+        pass
+
+
+def test_a_file_that_is_locked_keeps_its_content(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"content")
+    with locked(path, wait=False):
+        assert path.read_bytes() == b"content"

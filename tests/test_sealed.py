@@ -12,7 +12,14 @@ from flaxformer_min.checkpoints.format import META, read_config, read_meta
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.retention import newest_good
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.sealed import CheckpointError, delete, put_in_place, seal, verify
+from flaxformer_min.system.sealed import (
+    CheckpointError,
+    delete,
+    publish,
+    put_in_place,
+    seal,
+    verify,
+)
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +205,33 @@ def test_what_is_put_in_place_replaces_what_had_the_name(root):
     put_in_place(root / "5")
     assert [path.name for path in root.iterdir()] == ["5"]
     assert (root / "5" / "meta.json").read_bytes() == content
+
+
+def test_a_published_directory_is_sealed_and_replaces_what_had_its_name(tmp_path):
+    for content in ("old", "new"):
+        with publish(tmp_path / "a") as new:
+            assert list(new.iterdir()) == []
+            (new / "file").write_text(content)
+            assert [path.name for path in tmp_path.iterdir() if path == new] == ["a.partial"]
+        verify(tmp_path / "a")
+        assert (tmp_path / "a" / "file").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_directory_that_is_not_finished_is_not_published_and_leaves_nothing(tmp_path, error):
+    with publish(tmp_path / "a") as new:
+        (new / "file").write_text("old")
+    with pytest.raises(error), publish(tmp_path / "a") as new:
+        (new / "file").write_text("new")
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a" / "file").read_text() == "old"
+
+
+def test_what_a_killed_writer_left_is_not_in_what_is_published(tmp_path):
+    (tmp_path / "a.partial").mkdir()
+    (tmp_path / "a.partial" / "half").write_text("")
+    with publish(tmp_path / "a") as new:
+        (new / "file").write_text("whole")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["file", "manifest.json"]

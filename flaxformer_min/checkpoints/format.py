@@ -29,7 +29,16 @@ from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_from_json, config_to_json
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.sealed import CheckpointError, delete, partial, reported, seal, verify
+from flaxformer_min.system.processes import is_first
+from flaxformer_min.system.sealed import (
+    CheckpointError,
+    begin,
+    checkpoint_errors,
+    discard,
+    seal,
+    unfinished,
+    verify,
+)
 
 ARRAYS, CONFIG, TOKENIZER, META = "arrays", "config.json", "tokenizer.model", "meta.json"
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
@@ -80,15 +89,13 @@ class Loaded(NamedTuple):
 
 
 def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
-    """Copies the arrays to the host and lets Orbax write `partial(folder)` in the background.
+    """Copies the arrays to the host and lets Orbax write NAME.partial in the background.
 
     `tree` is a state, or {"params": params}. Its buffers may be donated when this returns. The
     result waits until all is written, and raises what went wrong. Called by every process.
     """
-    unfinished = partial(folder)
-    if jax.process_index() == 0:
-        delete(unfinished)
-        unfinished.mkdir(parents=True)
+    if is_first():
+        begin(folder)
     context = ocp.Context()
     # What Orbax cannot make in the background it waits for until a timeout of 20 minutes.
     context.asynchronous.create_directories_asynchronously = False
@@ -96,29 +103,28 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     # error is raised, so that it would outlive the cleaning up.
     context.array.saving.enable_write_sharding_file = False
     with context:
-        return ocp.save_checkpointables_async(str(unfinished / ARRAYS), _parts(tree)).result
+        return ocp.save_checkpointables_async(str(unfinished(folder) / ARRAYS), _parts(tree)).result
 
 
 def complete(folder: Path, config: Config, tokenizer: Tokenizer, meta: Meta) -> None:
     """Adds all but the arrays; the checkpoint counts when this returns."""
-    unfinished = partial(folder)
-    (unfinished / CONFIG).write_text(config_to_json(config), encoding="utf-8")
-    (unfinished / TOKENIZER).write_bytes(tokenizer.model_bytes)
+    new = unfinished(folder)
+    (new / CONFIG).write_text(config_to_json(config), encoding="utf-8")
+    (new / TOKENIZER).write_bytes(tokenizer.model_bytes)
     content = dataclasses.asdict(meta) | {"progress": meta.progress._asdict()}
-    (unfinished / META).write_text(json.dumps(content, indent=2), encoding="utf-8")
-    seal(unfinished)
+    (new / META).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    seal(new)
 
 
 @contextlib.contextmanager
 def whole_or_nothing(folder: Path) -> Generator[None, None, None]:
     """Leaves no partial directory if writing fails; raises CheckpointError with the cause."""
     try:
-        with reported(folder, "not saved"):
+        with checkpoint_errors(folder, "not saved"):
             yield
     except CheckpointError:
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):
-                delete(partial(folder))
+        if is_first():
+            discard(folder)
         raise
 
 
@@ -215,7 +221,7 @@ def _parts(tree: Any) -> dict[str, dict[str, Any]]:
 
 def _stored(folder: Path) -> dict[str, Any]:
     """By part and name, leaves with shape and dtype."""
-    with reported(folder / ARRAYS, "cannot be read"):
+    with checkpoint_errors(folder / ARRAYS, "cannot be read"):
         parts = ocp.checkpointables_metadata(str(folder / ARRAYS)).metadata
         if None in parts.values():  # Orbax logs the reason
             raise ValueError("another version's, or damaged before the manifest was written")
@@ -223,12 +229,12 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 
 def _load(folder: Path, like: Any) -> Any:
-    with reported(folder / ARRAYS, "cannot be read"):
+    with checkpoint_errors(folder / ARRAYS, "cannot be read"):
         return ocp.load_checkpointables(str(folder / ARRAYS), like)
 
 
 def _parse_meta(path: Path) -> Meta:
-    with reported(path, "damaged"):
+    with checkpoint_errors(path, "damaged"):
         content = json.loads(path.read_bytes())
         for name, value in {**content, **content["progress"]}.items():
             if not isinstance(value, META_TYPES[name]):

@@ -41,9 +41,9 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.system.processes import broadcast, exchange, is_first, on_first
 from flaxformer_min.system.sealed import (
     CheckpointError,
+    checkpoint_errors,
     delete,
     put_in_place,
-    reported,
     verify,
 )
 
@@ -186,7 +186,7 @@ class Checkpoints:
             if not is_first():
                 return
             complete(folder, self._config, self._tokenizer, meta)
-        with reported(folder, "saved, but an older one could not be removed"):
+        with checkpoint_errors(folder, "saved, but an older one could not be removed"):
             put_in_place(folder)
             self._damaged.discard(meta.step)
             self._retain()

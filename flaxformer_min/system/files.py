@@ -1,37 +1,58 @@
-"""Small files that are whole or as they were, whatever happens while they are written."""
+"""Small files that a crash leaves whole, and the lock that keeps other processes out."""
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Generator
 from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Gives a file this content; after a kill or a power cut it has the old or the new one.
+    """Writes a small file, so that a kill or a power cut leaves either the old or the new content.
 
-    It is on the disk when this returns. Raises OSError naming the file, which then is as it was.
+    The new content is on the disk when this returns. Raises OSError naming the file; the file then
+    still has its old content.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    unfinished = path.with_name(f"{path.name}.partial")
     with naming(path):
         try:
-            with partial.open("wb") as file:
+            with unfinished.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
+            unfinished.replace(path)
         except OSError:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's content, or a directory's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
+    """A context in which this process alone holds the lock of a file, which is made if missing.
+
+    The operating system releases the lock when the process ends, even if it is killed.
+
+    Raises BlockingIOError if another process holds the lock and `wait` is False, and OSError if
+    the file cannot be opened.
+    """
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Generator[None, None, None]:
-    """Within it, an OSError that names no file (a write's does not) is raised naming this one."""
+    """A context that adds this file's name to an OSError without one, such as that of a write."""
     try:
         yield
     except OSError as error:

@@ -1,25 +1,25 @@
-"""When a directory counts, and whether its bytes are what was written.
+"""Directories that count only when they are whole, and whose every byte can be verified.
 
-    NAME           whole; a file of it that is missing or changed is damage
-    NAME.partial   being written; with a manifest in it, which is written last, it is whole as well
-    NAME.deleted   on its way out, whatever is in it
+    NAME           whole; a file in it that is missing or changed is damage
+    NAME.partial   being written; whole as well once it has a manifest, which is written last
+    NAME.deleted   being removed, whatever is still in it
 
-A name changes in one step of the file system, so a kill at any moment leaves one of these.
+The file system changes a name in one step, so that a kill at any moment leaves one of these.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, first_line
+from flaxformer_min.system.files import flush, replace_file
 
-FORMAT = 2  # of a checkpoint directory; described in checkpoint_directory.py
+FORMAT = 2  # of a checkpoint directory; checkpoints/format.py describes it
 MANIFEST, PARTIAL, DELETED = "manifest.json", ".partial", ".deleted"
 
 
@@ -28,27 +28,54 @@ class CheckpointError(Exception):
 
 
 @contextlib.contextmanager
-def reported(path: Path, what: str) -> Generator[None, None, None]:
-    """Any error within becomes a CheckpointError that names the path and the first cause."""
+def checkpoint_errors(path: Path, problem: str) -> Generator[None, None, None]:
+    """A context whose errors become a CheckpointError naming the path, the problem and its cause.
+
+    The cause is the first in the chain of errors.
+    """
     try:
         yield
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        raise CheckpointError(f"{path}: {what}: {reason}") from error
+        reason = f"{type(cause).__name__}: {first_line(cause)}"
+        raise CheckpointError(f"{path}: {problem}: {reason}") from error
 
 
-def partial(folder: Path) -> Path:
-    """The name under which a directory is written."""
+@contextlib.contextmanager
+def publish(folder: Path) -> Generator[Path, None, None]:
+    """A context with an empty directory to fill, which becomes `folder` when the context ends.
+
+    It is sealed and replaces what had the name before. If the context raises, it is removed.
+    """
+    new = begin(folder)
+    try:
+        yield new
+        seal(new)
+        put_in_place(folder)
+    except BaseException:
+        discard(folder)
+        raise
+
+
+def unfinished(folder: Path) -> Path:
+    """The name, NAME.partial, under which a directory is written."""
     return folder.with_name(folder.name + PARTIAL)
 
 
-def seal(folder: Path) -> None:
-    """Writes the manifest: size and SHA-256 of every file; the directory counts from then on.
+def begin(folder: Path) -> Path:
+    """Makes the empty directory NAME.partial and returns its path; an older one is deleted."""
+    new = unfinished(folder)
+    delete(new)
+    new.mkdir(parents=True)
+    return new
 
-    Everything is flushed to the disk before the manifest is, and the manifest before returning.
+
+def seal(folder: Path) -> None:
+    """Writes the manifest, size and SHA-256 of every file; from then on the directory counts.
+
+    All files are on the disk before the manifest is, and the manifest before this returns.
     """
     paths = sorted(folder.rglob("*"))
     _flush(*paths, folder, folder.parent)
@@ -57,27 +84,29 @@ def seal(folder: Path) -> None:
     }
     manifest: dict[str, Any] = {"format": FORMAT, "files": files}
     manifest["sha256"] = _digest(manifest)
-    unfinished = folder / (MANIFEST + PARTIAL)
-    unfinished.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    _flush(unfinished)
-    unfinished.replace(folder / MANIFEST)
-    _flush(folder)
+    replace_file(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether the directory has a manifest; what the manifest says is for `verify`."""
+    """Whether the directory has a manifest; `verify` says whether its files agree with it."""
     return (folder / MANIFEST).is_file()
 
 
 def put_in_place(folder: Path) -> None:
-    """Gives a sealed partial directory its name; the one that had the name is deleted."""
+    """Renames a sealed NAME.partial to NAME; an older directory of that name is deleted."""
     delete(folder)
-    partial(folder).rename(folder)
+    unfinished(folder).rename(folder)
     _flush(folder.parent)
 
 
+def discard(folder: Path) -> None:
+    """Deletes NAME.partial, as far as the disk lets it: the error that led here matters more."""
+    with contextlib.suppress(OSError):
+        delete(unfinished(folder))
+
+
 def delete(folder: Path) -> None:
-    """Removes a directory, if it is there; the first step makes it count for nothing."""
+    """Deletes a directory, if there is one; it no longer counts after the first step, a rename."""
     if folder.exists():
         doomed = folder.with_name(folder.name + DELETED)
         if doomed.exists():
@@ -88,7 +117,7 @@ def delete(folder: Path) -> None:
 
 
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Compares size and SHA-256 of every file, or of those named, with the manifest.
+    """Compares size and SHA-256 of every file, or of the named ones, with the manifest.
 
     Raises CheckpointError naming the first damaged file, UserError for another format version.
     """
@@ -110,6 +139,7 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def _verify_file(path: Path, written: dict[str, Any]) -> None:
+    """Compares one file with its entry in the manifest."""
     try:
         found = _fingerprint(path)
     except OSError as error:
@@ -121,25 +151,18 @@ def _verify_file(path: Path, written: dict[str, Any]) -> None:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size": file.tell(), "sha256": digest}
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Of all else in a manifest, whatever its format: damage to it is not laid to other files."""
+    """The manifest's own checksum, by which a damaged manifest is told from damaged files."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(*paths: Path) -> None:
-    """Waits until files, and the entries of directories, are on the disk."""
+    """Waits until files, and the lists of names in directories, are on the disk."""
     with ThreadPoolExecutor(16) as pool:  # a disk answers many requests in little more than one
-        list(pool.map(_flush_one, paths))
-
-
-def _flush_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        list(pool.map(flush, paths))

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import sys
@@ -22,7 +21,7 @@ from flaxformer_min.data.corpus import EncodedCorpus, open_split, own_cache, pre
 from flaxformer_min.data.sources import PairSource, open_sources
 from flaxformer_min.data.tokenizer import Tokenizer, prepare_tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.files import replace_file
+from flaxformer_min.system.files import locked, replace_file
 from flaxformer_min.system.processes import broadcast, is_first, on_first
 
 CONFIG, TOKENIZER, CORPUS, CACHE = "config.json", "tokenizer.model", "corpus.json", "corpus"
@@ -54,9 +53,9 @@ def hold(workdir: Path) -> Generator[None, None, None]:
         workdir.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"--workdir {workdir}: is a file; give a directory") from None
-    with open(workdir / "lock", "a") as lock:  # the system lets go of it if we are killed
+    with contextlib.ExitStack() as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.enter_context(locked(workdir / "lock", wait=False))
         except BlockingIOError:
             raise UserError(
                 f"--workdir {workdir}: another run is at work in it; wait for it or use another"
