@@ -365,6 +365,15 @@ def left_in(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
 
 
+def test_a_half_written_tokenizer_in_the_cache_does_not_stop_an_encoding(tokenizer, tmp_path):
+    config, cache = write(tmp_path, PAIRS), tmp_path / "cache"
+    cache.mkdir()
+    (cache / "x.tokenizer.partial").write_bytes(b"half")  # a kill left it
+    (cache / "x.partial").mkdir()
+    _, report = prepare(config, tokenizer)
+    assert left_in(cache) == sorted([report["digest"], "lock", "x.tokenizer.partial"])
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(tokenizer, tmp_path, monkeypatch):
     config, cache = write(tmp_path, PAIRS * 99), tmp_path / "cache"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -382,7 +391,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tokenizer, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
-        patch.setattr(corpus_room, "seal", full)
+        patch.setattr("flaxformer_min.system.sealed.seal", full)
         prepare(config, tokenizer)
     assert left_in(cache) == ["lock"]
     assert len(prepare(config, tokenizer)[0]) == len(PAIRS) * 99

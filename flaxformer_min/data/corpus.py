@@ -8,7 +8,6 @@ CACHE/DIGEST/    of text, tokenizer and limits; it has its name once it is compl
 """
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -27,7 +26,8 @@ from flaxformer_min.data.lines import is_blank
 from flaxformer_min.data.sources import PairSource, open_sources
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.sealed import CheckpointError, seal, verify
+from flaxformer_min.system.files import locked
+from flaxformer_min.system.sealed import CheckpointError, publish, verify
 
 PAIRS_AT_ONCE = 4096  # bounds memory; SentencePiece is fastest on many lines
 LAYOUT = 2  # of the cached files; it is part of their key
@@ -109,8 +109,7 @@ def own_cache(folder: Path) -> Generator[None, None, None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as lock:  # the system lets go of it if we are killed
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(folder / "lock", wait=True):
             yield
     except OSError as error:
         raise UserError(f"{folder}: cannot keep the token ids here: {error.strerror}") from error
@@ -137,24 +136,18 @@ def _is_whole(folder: Path) -> bool:
 def _write(
     folder: Path, sources: list[PairSource], tokenizer: Tokenizer, limit: int, keep_all: bool
 ) -> None:
-    """Writes a split under another name and gives it its own when complete; all or nothing."""
-    partial = folder.with_suffix(".partial")
-    for killed in folder.parent.glob("*.partial"):  # nobody else writes: we have the lock
-        shutil.rmtree(killed)
-    try:
-        partial.mkdir()
-        with open(partial / "ids", "wb") as ids, open(partial / "lengths", "wb") as lengths:
+    """Writes a split; a kill or an error leaves nothing under its name."""
+    for killed in folder.parent.glob("*.partial"):  # nobody else writes: this process has the lock
+        if killed.is_dir():  # a tokenizer of the same cache is a file
+            shutil.rmtree(killed)
+    with publish(folder) as new:
+        with open(new / "ids", "wb") as ids, open(new / "lengths", "wb") as lengths:
             reports = [
                 _write_source(source, ids, lengths, tokenizer, limit, keep_all)
                 for source in sources
             ]
         kept = sum(report["kept"] for report in reports)
-        (partial / "report.json").write_text(json.dumps({"kept": kept, "sources": reports}))
-        seal(partial)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        (new / "report.json").write_text(json.dumps({"kept": kept, "sources": reports}))
 
 
 def _write_source(

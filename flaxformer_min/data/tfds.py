@@ -5,7 +5,6 @@ prepared as tfrecord, its default, are read here.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import itertools
@@ -27,6 +26,7 @@ from tensorflow_datasets.core.download import extractor
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError, nearest
+from flaxformer_min.system.files import locked
 
 AT_ONCE = 1024  # examples; array_record is many times faster than one by one
 HASHED_EXAMPLES = 16  # of each file
@@ -189,8 +189,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
         tfds.disable_progress_bar()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as lock, _unpacking_without_tensorflow():
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(folder / "lock", wait=True), _unpacking_without_tensorflow():
             if not builder.is_prepared():  # by another process in the meantime
                 builder.download_and_prepare(file_format="array_record")
     except ImportError as error:
