@@ -24,7 +24,7 @@ from tiny_config import changed
 from flaxformer_min.checkpoints.format import Meta, read_meta
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
-from flaxformer_min.checkpoints.retention import counted_steps
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
@@ -60,7 +60,7 @@ def metas(workdir: Path) -> list[Meta]:
 
 
 def steps_of(workdir: Path) -> list[int]:
-    return counted_steps(workdir / "checkpoints")
+    return list(find_checkpoints(workdir / "checkpoints"))
 
 
 def assert_same_bits(left, right):

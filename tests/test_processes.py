@@ -13,7 +13,7 @@ from tiny_config import changed
 
 from flaxformer_min import cli
 from flaxformer_min.checkpoints.format import read_meta
-from flaxformer_min.checkpoints.retention import counted_steps
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
 from flaxformer_min.errors import UserError
@@ -45,7 +45,7 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_pa
     accident = Accident(process=1, call=24, number=signal.SIGTERM)
     ended = launch(uneven, tmp_path / "two", 2, *FLAGS, accidents=[accident])
     assert [process.status for process in ended] == [143, 143], ended
-    step = counted_steps(tmp_path / "two" / "checkpoints")[-1]
+    step = list(find_checkpoints(tmp_path / "two" / "checkpoints"))[-1]
     assert 23 <= step <= 26
     assert f"stopped at step {step}; the same command goes on" in ended[0].errors
     assert "step" not in ended[1].errors  # the second process is quiet

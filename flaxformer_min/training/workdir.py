@@ -13,7 +13,7 @@ import jax
 import sentencepiece
 
 from flaxformer_min.checkpoints.load import FOLDER, load_for_inference
-from flaxformer_min.checkpoints.retention import counted_steps
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.config_rules import check_resume, config_from_json, config_to_json
 from flaxformer_min.data.batching import BatchPlan
@@ -158,7 +158,7 @@ def _config_there(workdir: Path) -> Config | None:
 
 
 def _resumes(workdir: Path) -> bool:
-    return bool(counted_steps(workdir / FOLDER))
+    return bool(find_checkpoints(workdir / FOLDER))
 
 
 def _digests(workdir: Path) -> dict[str, str]:
