@@ -38,7 +38,7 @@ from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.sharding import ROWS, make_mesh
 from flaxformer_min.training.state import TrainState
 from flaxformer_min.training.validation import Validation
-from flaxformer_min.training.workdir import claim, hold, prepare_data
+from flaxformer_min.training.workdir import claim, hold
 
 ROOT = Path(__file__).parent.parent
 BLEU = {"score": 1.0, "signature": "none"}
@@ -286,7 +286,7 @@ def test_ten_steps_that_are_not_finite_end_the_run_without_a_checkpoint(
     ) as e:
         training.run(config, tmp_path)
     monkeypatch.undo()
-    with hold(tmp_path):
+    with hold(tmp_path, config):
         _, ids = prepare_data(config, tmp_path).plan.batch_ids(9)
     assert str(e.value).endswith(": " + ", ".join(map(str, sorted(ids))))
     assert steps_of(tmp_path) == []

@@ -21,6 +21,7 @@ from flaxformer_min.system import processes as distributed
 from flaxformer_min.system.failures import judged
 from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop as training
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh, place_rows, rows_here
 
 FLAGS = "--data.vocab_size 285 --train.steps 30 --train.evaluate_every 20 --train.checkpoint_every"
@@ -161,7 +162,7 @@ def test_one_process_waits_for_nobody():
 def test_the_rows_of_all_processes_make_the_batch(tiny, finished, mesh):
     made = make_mesh(changed(tiny, "mesh", **mesh).mesh)
     np.testing.assert_array_equal(rows_here(made, 16), np.arange(16))
-    data = training.shared_data(tiny, finished)
+    data = prepare_data(tiny, finished)
     for step in range(data.plan.batches_per_epoch):  # one of them is not full
         place = data.plan, data.train, 0, step
         whole = assemble(*place)

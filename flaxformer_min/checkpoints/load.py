@@ -5,6 +5,7 @@ from typing import Literal
 
 from flaxformer_min.checkpoints.format import Loaded, read_checkpoint
 from flaxformer_min.checkpoints.retention import (
+    FOLDER,
     best_step,
     find_checkpoints,
     folder_of,
@@ -12,8 +13,6 @@ from flaxformer_min.checkpoints.retention import (
 )
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import is_sealed, verify
-
-FOLDER = "checkpoints"  # inside a workdir
 
 
 def load_for_inference(directory: str | Path, step: int | Literal["best"] | None = None) -> Loaded:

@@ -19,6 +19,7 @@ from flaxformer_min.system.sealed import (
     verify,
 )
 
+FOLDER = "checkpoints"  # inside a workdir
 NAME = re.compile(rf"(0|[1-9][0-9]*)((?:{re.escape(PARTIAL)})?(?:{re.escape(DELETED)})?)")
 
 _log = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ from flaxformer_min.checkpoints.format import (
     start_writing,
     write_description,
 )
-from flaxformer_min.checkpoints.load import FOLDER
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.retention import (
+    FOLDER,
     find_checkpoints,
     folder_of,
     kept_steps,
