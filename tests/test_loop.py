@@ -34,6 +34,7 @@ from flaxformer_min.training import loop as training
 from flaxformer_min.training import validation
 from flaxformer_min.training.loop import Trainer
 from flaxformer_min.training.loss import make_loss
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.sharding import ROWS, make_mesh
 from flaxformer_min.training.state import TrainState

@@ -18,7 +18,7 @@ from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
 from flaxformer_min.errors import UserError
 from flaxformer_min.system import processes as distributed
-from flaxformer_min.system.failures import judged
+from flaxformer_min.system.failures import verdict_of
 from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop as training
 from flaxformer_min.training.prepared_data import prepare_data
@@ -94,16 +94,16 @@ def test_how_a_run_ends_follows_from_who_failed_and_who_is_silent(
     silent, failures, since, expected
 ):
     seconds = {process: float(value) for process, value in enumerate(silent)}
-    verdict = judged(seconds, failures, None if since is None else float(since))
+    verdict = verdict_of(seconds, failures, None if since is None else float(since))
     if expected is None:
         assert verdict is None
         return
-    assert verdict is not None and (verdict.status, verdict.by_all) == expected[:2]
+    assert verdict is not None and (verdict.status, bool(verdict.missing)) == expected[:2]
     if expected[2] is None:
-        assert verdict.text is None
+        assert verdict.message is None
     else:
-        assert verdict.text is not None
-        assert re.search(expected[2], verdict.text)
+        assert verdict.message is not None
+        assert re.search(expected[2], verdict.message)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Literal
 
 from flaxformer_min.checkpoints.format import CONFIG, Meta, read_config, read_meta
 from flaxformer_min.checkpoints.progress import score
+from flaxformer_min.config import TrainConfig
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import (
     DELETED,
     PARTIAL,
     CheckpointError,
+    delete,
     is_sealed,
     put_in_place,
     verify,
@@ -84,6 +86,18 @@ def read_metas(root: Path) -> dict[int, Meta]:
     return metas
 
 
+def delete_outdated(root: Path, train: TrainConfig, damaged: Collection[int]) -> None:
+    """Deletes the checkpoints that `kept_steps` does not keep.
+
+    The `damaged` steps are left alone and do not count, nor do those whose meta.json is damaged.
+    """
+    metas = {step: meta for step, meta in read_metas(root).items() if step not in damaged}
+    interim = [step for step, meta in metas.items() if meta.interim]
+    scores = scores_of(metas, train.best_metric)
+    for step in metas.keys() - kept_steps(scores, interim, train.keep_last, train.keep_best):
+        delete(root / str(step))
+
+
 def scores_of(
     metas: Mapping[int, Meta], metric: Literal["bleu", "loss"]
 ) -> dict[int, float | None]:
@@ -112,8 +126,9 @@ def best_steps(scores: Mapping[int, float | None], count: int) -> list[int]:
 def tidy(root: Path) -> None:
     """Ends what a killed run began: a sealed checkpoint gets its name, other remains are removed.
 
-    Directories that are not named like a checkpoint are left alone.
+    Directories that are not named like a checkpoint are left alone; `root` is made if missing.
     """
+    root.mkdir(parents=True, exist_ok=True)
     for step, suffix, path in _entries(root):
         if suffix == PARTIAL and is_sealed(path):
             put_in_place(root / str(step))

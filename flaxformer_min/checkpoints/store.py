@@ -35,12 +35,10 @@ from flaxformer_min.checkpoints.format import (
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.retention import (
     FOLDER,
+    delete_outdated,
     find_checkpoints,
     folder_of,
-    kept_steps,
     newest_good,
-    read_metas,
-    scores_of,
     tidy,
 )
 from flaxformer_min.config import Config
@@ -51,7 +49,6 @@ from flaxformer_min.system.sealed import (
     CheckpointError,
     begin,
     checkpoint_errors,
-    delete,
     discard,
     put_in_place,
     seal,
@@ -80,7 +77,7 @@ class Checkpoints:
         self._damaged: set[int] = set()  # known damaged steps; retention does not count them
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None  # the save in the background
-        on_first(self._tidy)
+        on_first(lambda: tidy(self._root))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -205,20 +202,7 @@ class Checkpoints:
         with checkpoint_errors(folder, "saved, but an older one could not be removed"):
             put_in_place(folder)
             self._damaged.discard(meta.step)
-            self._retain()
-
-    def _tidy(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        tidy(self._root)
-
-    def _retain(self) -> None:
-        """Deletes what the rule does not keep; a checkpoint known or found damaged is left."""
-        train, metas = self._config.train, read_metas(self._root)
-        metas = {step: meta for step, meta in metas.items() if step not in self._damaged}
-        interim = [step for step, meta in metas.items() if meta.interim]
-        scores = scores_of(metas, train.best_metric)
-        for step in metas.keys() - kept_steps(scores, interim, train.keep_last, train.keep_best):
-            delete(self._root / str(step))
+            delete_outdated(self._root, self._config.train, self._damaged)
 
 
 @contextlib.contextmanager
