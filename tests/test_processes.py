@@ -17,7 +17,7 @@ from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
 from flaxformer_min.errors import UserError
-from flaxformer_min.system import processes as distributed
+from flaxformer_min.system import processes
 from flaxformer_min.system.failures import verdict_of
 from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop as training
@@ -133,10 +133,10 @@ def test_flags_that_do_not_fit_are_one_line(uneven, tmp_path, capfd, flags, mess
 
 
 def test_a_coordinator_that_is_not_there_is_the_users_mistake(monkeypatch):
-    monkeypatch.setattr(distributed, "START", 0.1)
+    monkeypatch.setattr(processes, "START", 0.1)
     where = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=f"{where}: process 0 cannot be reached there .* refused"):
-        distributed.initialize(where, 2, 1)
+        processes.initialize(where, 2, 1)
 
 
 @pytest.mark.parametrize(("tasks", "expected"), [(None, False), ("1", False), ("2", True)])
@@ -147,8 +147,8 @@ def test_a_cluster_is_one_of_slurm_with_more_than_one_task(monkeypatch, tasks, e
             monkeypatch.setenv(f"SLURM_{name}", "1")
         monkeypatch.setenv("SLURM_NTASKS", tasks)
     joined = []
-    monkeypatch.setattr(distributed, "_join", lambda **where: joined.append(where))
-    distributed.initialize(None, None, None)
+    monkeypatch.setattr(processes, "_join", lambda **where: joined.append(where))
+    processes.initialize(None, None, None)
     assert joined == ([{}] if expected else [])
 
 

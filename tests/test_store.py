@@ -31,7 +31,7 @@ from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.retention import find_checkpoints, newest_good
 from flaxformer_min.config_rules import config_to_json
 from flaxformer_min.errors import UserError
-from flaxformer_min.system import sealed as manifest
+from flaxformer_min.system import sealed
 from flaxformer_min.system.sealed import CheckpointError
 
 
@@ -136,11 +136,11 @@ def test_restoring_refuses_another_tokenizer_and_another_models_state(workdir):
 def test_what_was_verified_to_find_the_newest_is_not_hashed_again(workdir, monkeypatch):
     hashed: list[str] = []
 
-    def counting(path: Path, fingerprint=manifest._fingerprint) -> dict:
+    def counting(path: Path, fingerprint=sealed._fingerprint) -> dict:
         hashed.append(path.name)
         return fingerprint(path)
 
-    monkeypatch.setattr(manifest, "_fingerprint", counting)
+    monkeypatch.setattr(sealed, "_fingerprint", counting)
     files = [path for path in (workdir / "checkpoints" / "11").rglob("*") if path.is_file()]
     with opened(workdir) as checkpoints:
         assert checkpoints.latest_good() == 11
@@ -190,8 +190,8 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return step
 
     for owner, name in (
-        (manifest, "_flush"),
-        (manifest, "_fingerprint"),
+        (sealed, "_flush"),
+        (sealed, "_fingerprint"),
         (shutil, "rmtree"),
         (Path, "rename"),
         (Path, "replace"),
@@ -351,7 +351,7 @@ def test_a_failed_save_is_raised_once_by_whatever_is_called_next(workdir, monkey
     for call in calls.values():
         with opened(workdir) as checkpoints:
             with monkeypatch.context() as patch:
-                patch.setattr("flaxformer_min.checkpoints.store.seal", full)
+                patch.setattr(sealed, "seal", full)
                 checkpoints.save(make_state(12), 12)
                 checkpoints._pool.shutdown()  # by now it has failed, and nobody has been told
             with pytest.raises(CheckpointError, match=r"/12: not saved: OSError: .*No space left"):

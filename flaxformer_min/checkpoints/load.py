@@ -3,14 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from flaxformer_min.checkpoints import retention
 from flaxformer_min.checkpoints.format import Loaded, read_checkpoint
-from flaxformer_min.checkpoints.retention import (
-    FOLDER,
-    best_step,
-    find_checkpoints,
-    folder_of,
-    newest_good,
-)
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import is_sealed, verify
 
@@ -33,10 +27,11 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
         return loaded
     root = checkpoints_of(directory)
     if step is None:
-        good = newest_good(root)
+        good = retention.newest_good(root)
         assert good is not None  # checkpoints_of has seen some
-        return read_checkpoint(folder_of(root, good))
-    return verified_checkpoint(folder_of(root, best_step(root) if step == "best" else step))
+        return read_checkpoint(retention.folder_of(root, good))
+    chosen = retention.best_step(root) if step == "best" else step
+    return verified_checkpoint(retention.folder_of(root, chosen))
 
 
 def verified_checkpoint(folder: Path) -> Loaded:
@@ -49,10 +44,10 @@ def checkpoints_of(workdir: Path) -> Path:
     """The directory of a workdir's checkpoints; raises UserError unless it holds a whole one."""
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such directory; give a workdir or a checkpoint")
-    if not find_checkpoints(workdir / FOLDER):
+    if not retention.find_checkpoints(workdir / retention.FOLDER):
         entries = ", ".join(sorted(path.name for path in workdir.iterdir())) or "nothing"
         raise UserError(
             f"{workdir}: no finished checkpoint in it, only: {entries}; "
             "give a workdir that holds checkpoints/STEP, or one checkpoint"
         )
-    return workdir / FOLDER
+    return workdir / retention.FOLDER

@@ -11,15 +11,8 @@ from flaxformer_min.checkpoints.format import CONFIG, Meta, read_config, read_me
 from flaxformer_min.checkpoints.progress import score
 from flaxformer_min.config import TrainConfig
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.sealed import (
-    DELETED,
-    PARTIAL,
-    CheckpointError,
-    delete,
-    is_sealed,
-    put_in_place,
-    verify,
-)
+from flaxformer_min.system import sealed
+from flaxformer_min.system.sealed import DELETED, PARTIAL, CheckpointError
 
 FOLDER = "checkpoints"  # inside a workdir
 NAME = re.compile(rf"(0|[1-9][0-9]*)((?:{re.escape(PARTIAL)})?(?:{re.escape(DELETED)})?)")
@@ -35,7 +28,7 @@ def find_checkpoints(root: Path) -> dict[int, Path]:
     return {
         step: path
         for step, suffix, path in _entries(root)
-        if not suffix or (suffix == PARTIAL and is_sealed(path))
+        if not suffix or (suffix == PARTIAL and sealed.is_sealed(path))
     }
 
 
@@ -55,7 +48,7 @@ def newest_good(root: Path) -> int | None:
     folders = find_checkpoints(root)
     for step, folder in reversed(folders.items()):
         try:
-            verify(folder)
+            sealed.verify(folder)
             return step
         except CheckpointError as error:
             _log.warning("%s; passed by", error)
@@ -68,7 +61,7 @@ def best_step(root: Path) -> int:
     """The step with the best evaluation, by the `train.best_metric` of the newest's config."""
     folders = find_checkpoints(root)
     newest = folders[max(folders)]
-    verify(newest, [CONFIG])
+    sealed.verify(newest, [CONFIG])
     scores = scores_of(read_metas(root), read_config(newest).train.best_metric)
     if not (best := best_steps(scores, 1)):
         raise UserError(f"{root}: no checkpoint has an evaluation; steps: {list(folders)}")
@@ -95,7 +88,7 @@ def delete_outdated(root: Path, train: TrainConfig, damaged: Collection[int]) ->
     interim = [step for step, meta in metas.items() if meta.interim]
     scores = scores_of(metas, train.best_metric)
     for step in metas.keys() - kept_steps(scores, interim, train.keep_last, train.keep_best):
-        delete(root / str(step))
+        sealed.delete(root / str(step))
 
 
 def scores_of(
@@ -130,8 +123,8 @@ def tidy(root: Path) -> None:
     """
     root.mkdir(parents=True, exist_ok=True)
     for step, suffix, path in _entries(root):
-        if suffix == PARTIAL and is_sealed(path):
-            put_in_place(root / str(step))
+        if suffix == PARTIAL and sealed.is_sealed(path):
+            sealed.put_in_place(root / str(step))
         elif suffix:
             shutil.rmtree(path)
 

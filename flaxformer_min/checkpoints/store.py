@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flaxformer_min.checkpoints import retention
 from flaxformer_min.checkpoints.format import (
     Meta,
     named_leaves,
@@ -33,28 +34,12 @@ from flaxformer_min.checkpoints.format import (
     write_description,
 )
 from flaxformer_min.checkpoints.progress import Progress
-from flaxformer_min.checkpoints.retention import (
-    FOLDER,
-    delete_outdated,
-    find_checkpoints,
-    folder_of,
-    newest_good,
-    tidy,
-)
 from flaxformer_min.config import Config
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
+from flaxformer_min.system import sealed
 from flaxformer_min.system.processes import broadcast, exchange, is_first, on_first
-from flaxformer_min.system.sealed import (
-    CheckpointError,
-    begin,
-    checkpoint_errors,
-    discard,
-    put_in_place,
-    seal,
-    unfinished,
-    verify,
-)
+from flaxformer_min.system.sealed import CheckpointError
 
 OVERHEAD = 1_000_000  # bytes, generously: what a checkpoint takes on the disk beside its arrays
 
@@ -71,13 +56,13 @@ class Checkpoints:
 
     def __init__(self, workdir: str | Path, config: Config, tokenizer: Tokenizer) -> None:
         """Ends or removes what a killed run began."""
-        self._root = Path(workdir).absolute() / FOLDER
+        self._root = Path(workdir).absolute() / retention.FOLDER
         self._config, self._tokenizer = config, tokenizer
         self._verified: int | None = None  # the step that latest_good has verified already
         self._damaged: set[int] = set()  # known damaged steps; retention does not count them
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None  # the save in the background
-        on_first(lambda: tidy(self._root))
+        on_first(lambda: retention.tidy(self._root))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -87,7 +72,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending; damaged ones too."""
-        return list(find_checkpoints(self._root))
+        return list(retention.find_checkpoints(self._root))
 
     def latest_good(self) -> int | None:
         """The newest step whose checkpoint verifies; None if there is no checkpoint.
@@ -95,13 +80,13 @@ class Checkpoints:
         Damaged ones are passed by with a warning and left where they are until their step is saved
         again. Raises CheckpointError if there are checkpoints and all are damaged.
         """
-        self._verified = good = broadcast(lambda: newest_good(self._root))
+        self._verified = good = broadcast(lambda: retention.newest_good(self._root))
         self._damaged = {step for step in self.steps() if good is not None and step > good}
         return good
 
     def meta(self, step: int) -> Meta:
         """The meta.json of a step. Raises what `restore` raises."""
-        return read_meta(folder_of(self._root, step))
+        return read_meta(retention.folder_of(self._root, step))
 
     def restore(self, step: int, like: Any) -> Any:
         """The state saved at `step`, as arrays with the dtypes and shardings of `like`.
@@ -111,9 +96,9 @@ class Checkpoints:
         damaged file; UserError for an unknown step, another format version, another tokenizer, or
         leaves that differ in name, shape or dtype.
         """
-        folder = folder_of(self._root, step)
+        folder = retention.folder_of(self._root, step)
         if step != self._verified:
-            verify(folder)
+            sealed.verify(folder)
         if read_meta(folder).tokenizer_sha256 != self._tokenizer.sha256:
             raise UserError(f"{folder}: was trained with another tokenizer than this workdir's")
         return read_state(folder, like)
@@ -169,8 +154,8 @@ class Checkpoints:
         )
         with _discarded_on_error(folder):
             if is_first():
-                begin(folder)
-            await_arrays = start_writing(unfinished(folder), state)
+                sealed.begin(folder)
+            await_arrays = start_writing(sealed.unfinished(folder), state)
         self._pending = self._pool.submit(self._finish, folder, await_arrays, meta)
 
     def raise_if_failed(self) -> None:
@@ -197,23 +182,23 @@ class Checkpoints:
             await_arrays()
             if not is_first():
                 return
-            write_description(unfinished(folder), self._config, self._tokenizer, meta)
-            seal(unfinished(folder))
-        with checkpoint_errors(folder, "saved, but an older one could not be removed"):
-            put_in_place(folder)
+            write_description(sealed.unfinished(folder), self._config, self._tokenizer, meta)
+            sealed.seal(sealed.unfinished(folder))
+        with sealed.checkpoint_errors(folder, "saved, but an older one could not be removed"):
+            sealed.put_in_place(folder)
             self._damaged.discard(meta.step)
-            delete_outdated(self._root, self._config.train, self._damaged)
+            retention.delete_outdated(self._root, self._config.train, self._damaged)
 
 
 @contextlib.contextmanager
 def _discarded_on_error(folder: Path) -> Generator[None, None, None]:
     """A context of a save whose errors become a CheckpointError, after STEP.partial is removed."""
     try:
-        with checkpoint_errors(folder, "not saved"):
+        with sealed.checkpoint_errors(folder, "not saved"):
             yield
     except CheckpointError:
         if is_first():
-            discard(folder)
+            sealed.discard(folder)
         raise
 
 

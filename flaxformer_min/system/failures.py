@@ -68,9 +68,10 @@ class Watch:
         self._stopped = threading.Event()
         self._traceback = ""  # of this process's error, if that is a bug
         self._first_answered = now  # when process 0 last answered
-        # Known to process 0: the last sign of life of each process, and when it changed.
-        self._lives = {process: ("", now) for process in range(jax.process_count())}
-        self._failed_at: float | None = None  # when it saw the first failure
+        # Known to process 0: the last beat of each process and when it first saw that beat, and
+        # when it first saw a failure.
+        self._beats = {process: ("", now) for process in range(jax.process_count())}
+        self._failed_at: float | None = None
         self._threads = [
             threading.Thread(target=self._repeat, args=(action,), daemon=True)
             for action in (self._beat, self._check_first)
@@ -117,14 +118,14 @@ class Watch:
 
     def _judge(self) -> None:
         """Posts the verdict if it is time for one."""
-        now, reports = time.monotonic(), read_posts("failed")
-        for process, life in read_posts("alive").items():
-            if life != self._lives[process][0]:
-                self._lives[process] = life, now
-        if reports:
+        now = time.monotonic()
+        for process, beat in read_posts("alive").items():
+            if beat != self._beats[process][0]:
+                self._beats[process] = beat, now
+        if reports := read_posts("failed"):
             self._failed_at = self._failed_at or now
         verdict = verdict_of(
-            {process: now - changed for process, (_, changed) in self._lives.items()},
+            {process: now - seen for process, (_, seen) in self._beats.items()},
             {process: json.loads(report) for process, report in reports.items()},
             None if self._failed_at is None else now - self._failed_at,
         )
