@@ -81,7 +81,7 @@ def test_an_average_that_is_killed_half_way_is_not_there_and_can_be_made_again(
 
     saved(tmp_path / "run", 5, 11)
     with monkeypatch.context() as patch:
-        patch.setattr(room, "complete", killed)
+        patch.setattr(room, "write_description", killed)
         with pytest.raises(KeyboardInterrupt):
             average(tmp_path / "run", tmp_path / "mean", last=2)
     assert not (tmp_path / "mean").exists()

@@ -24,7 +24,7 @@ from tiny_config import changed
 from flaxformer_min.checkpoints.format import Meta, read_meta
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
-from flaxformer_min.checkpoints.retention import counted_steps
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
@@ -34,11 +34,12 @@ from flaxformer_min.training import loop as training
 from flaxformer_min.training import validation
 from flaxformer_min.training.loop import Trainer
 from flaxformer_min.training.loss import make_loss
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.sharding import ROWS, make_mesh
 from flaxformer_min.training.state import TrainState
 from flaxformer_min.training.validation import Validation
-from flaxformer_min.training.workdir import claim, hold, prepare_data
+from flaxformer_min.training.workdir import claim, hold
 
 ROOT = Path(__file__).parent.parent
 BLEU = {"score": 1.0, "signature": "none"}
@@ -60,7 +61,7 @@ def metas(workdir: Path) -> list[Meta]:
 
 
 def steps_of(workdir: Path) -> list[int]:
-    return counted_steps(workdir / "checkpoints")
+    return list(find_checkpoints(workdir / "checkpoints"))
 
 
 def assert_same_bits(left, right):
@@ -286,7 +287,7 @@ def test_ten_steps_that_are_not_finite_end_the_run_without_a_checkpoint(
     ) as e:
         training.run(config, tmp_path)
     monkeypatch.undo()
-    with hold(tmp_path):
+    with hold(tmp_path, config):
         _, ids = prepare_data(config, tmp_path).plan.batch_ids(9)
     assert str(e.value).endswith(": " + ", ".join(map(str, sorted(ids))))
     assert steps_of(tmp_path) == []

@@ -13,14 +13,15 @@ from tiny_config import changed
 
 from flaxformer_min import cli
 from flaxformer_min.checkpoints.format import read_meta
-from flaxformer_min.checkpoints.retention import counted_steps
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
 from flaxformer_min.errors import UserError
-from flaxformer_min.system import processes as distributed
-from flaxformer_min.system.failures import judged
+from flaxformer_min.system import processes
+from flaxformer_min.system.failures import verdict_of
 from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop as training
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh, place_rows, rows_here
 
 FLAGS = "--data.vocab_size 285 --train.steps 30 --train.evaluate_every 20 --train.checkpoint_every"
@@ -45,7 +46,7 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_pa
     accident = Accident(process=1, call=24, number=signal.SIGTERM)
     ended = launch(uneven, tmp_path / "two", 2, *FLAGS, accidents=[accident])
     assert [process.status for process in ended] == [143, 143], ended
-    step = counted_steps(tmp_path / "two" / "checkpoints")[-1]
+    step = list(find_checkpoints(tmp_path / "two" / "checkpoints"))[-1]
     assert 23 <= step <= 26
     assert f"stopped at step {step}; the same command goes on" in ended[0].errors
     assert "step" not in ended[1].errors  # the second process is quiet
@@ -93,16 +94,16 @@ def test_how_a_run_ends_follows_from_who_failed_and_who_is_silent(
     silent, failures, since, expected
 ):
     seconds = {process: float(value) for process, value in enumerate(silent)}
-    verdict = judged(seconds, failures, None if since is None else float(since))
+    verdict = verdict_of(seconds, failures, None if since is None else float(since))
     if expected is None:
         assert verdict is None
         return
-    assert verdict is not None and (verdict.status, verdict.by_all) == expected[:2]
+    assert verdict is not None and (verdict.status, bool(verdict.missing)) == expected[:2]
     if expected[2] is None:
-        assert verdict.text is None
+        assert verdict.message is None
     else:
-        assert verdict.text is not None
-        assert re.search(expected[2], verdict.text)
+        assert verdict.message is not None
+        assert re.search(expected[2], verdict.message)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +133,10 @@ def test_flags_that_do_not_fit_are_one_line(uneven, tmp_path, capfd, flags, mess
 
 
 def test_a_coordinator_that_is_not_there_is_the_users_mistake(monkeypatch):
-    monkeypatch.setattr(distributed, "START", 0.1)
+    monkeypatch.setattr(processes, "START", 0.1)
     where = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=f"{where}: process 0 cannot be reached there .* refused"):
-        distributed.initialize(where, 2, 1)
+        processes.initialize(where, 2, 1)
 
 
 @pytest.mark.parametrize(("tasks", "expected"), [(None, False), ("1", False), ("2", True)])
@@ -146,8 +147,8 @@ def test_a_cluster_is_one_of_slurm_with_more_than_one_task(monkeypatch, tasks, e
             monkeypatch.setenv(f"SLURM_{name}", "1")
         monkeypatch.setenv("SLURM_NTASKS", tasks)
     joined = []
-    monkeypatch.setattr(distributed, "_join", lambda **where: joined.append(where))
-    distributed.initialize(None, None, None)
+    monkeypatch.setattr(processes, "_join", lambda **where: joined.append(where))
+    processes.initialize(None, None, None)
     assert joined == ([{}] if expected else [])
 
 
@@ -161,7 +162,7 @@ def test_one_process_waits_for_nobody():
 def test_the_rows_of_all_processes_make_the_batch(tiny, finished, mesh):
     made = make_mesh(changed(tiny, "mesh", **mesh).mesh)
     np.testing.assert_array_equal(rows_here(made, 16), np.arange(16))
-    data = training.shared_data(tiny, finished)
+    data = prepare_data(tiny, finished)
     for step in range(data.plan.batches_per_epoch):  # one of them is not full
         place = data.plan, data.train, 0, step
         whole = assemble(*place)

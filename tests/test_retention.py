@@ -13,7 +13,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.retention import (
     best_steps,
-    counted_steps,
+    find_checkpoints,
     kept_steps,
     newest_good,
     tidy,
@@ -170,7 +170,7 @@ def test_a_start_removes_what_is_half_written_or_half_deleted_and_nothing_else(t
     others = ["notes", "7.partial.txt", "017.partial", "best.partial"]
     for name in others:
         (root / name).mkdir()
-    assert counted_steps(root) == [5, 11]
+    assert list(find_checkpoints(root)) == [5, 11]
     assert load_for_inference(tmp_path).step == 11
     with pytest.raises(UserError, match=r"no checkpoint of step 17; steps there: \[5, 11\]"):
         load_for_inference(tmp_path, 17)
@@ -186,7 +186,7 @@ def test_a_sealed_partial_counts_and_a_start_gives_it_its_name(tmp_path, older):
     if older:
         shutil.copytree(root / "5", root / "17")
     for _ in range(2):
-        assert counted_steps(root) == [5, 11, 17]
+        assert list(find_checkpoints(root)) == [5, 11, 17]
         assert (load_for_inference(tmp_path, 17).params["bias"] == make_state(11).params["bias"])[0]
         assert load_for_inference(tmp_path, 17).step == 11  # what is in it, not the older one
         tidy(root)

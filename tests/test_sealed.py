@@ -135,27 +135,43 @@ def test_another_format_version_is_named_and_refused(root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "message"),
     [
-        ("step", "5"),
-        ("step", None),
-        ("tokenizer_sha256", 7),
-        ("evaluation", [1]),
-        ("progress", None),
-        ("progress", {"best": 1}),
-        ("progress", {"best_score": "high", "best_step": 1, "evaluations_since": 0}),
-        ("interim", 0),
-        ("averaged_steps", "5"),
-        ("packages", []),
-        ("best_score", 1),
-        ("unknown", 1),
+        ("step", "5", "step is '5': it must be a whole number"),
+        ("step", True, "step is True: it must be a whole number"),
+        ("step", None, "step is None: it must be a whole number"),
+        ("tokenizer_sha256", 7, "tokenizer_sha256 is 7: it must be a string"),
+        ("evaluation", [1], r"evaluation is \[1\]: it must be a JSON object"),
+        ("progress", None, "section progress is None: it must be a JSON object"),
+        ("progress", {"best": 1}, "progress.best is no field of meta.json"),
+        (
+            "progress",
+            {"best_score": "high", "best_step": 1, "evaluations_since": 0},
+            "progress.best_score is 'high': it must be a number",
+        ),
+        ("interim", 0, "interim is 0: it must be True or False"),
+        ("averaged_steps", "5", "averaged_steps is '5': it must be a list"),
+        ("averaged_steps", ["5"], "averaged_steps is '5': it must be a whole number"),
+        ("packages", [], r"packages is \[\]: it must be a JSON object"),
+        ("best_score", 1, "best_score is no field of meta.json"),
+        ("unknown", 1, "unknown is no field of meta.json"),
     ],
 )
-def test_meta_of_another_type_is_one_line_and_no_traceback(root, key, value):
+def test_meta_of_another_type_is_one_line_and_no_traceback(root, key, value, message):
     path = root / "11" / META
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     reseal(root / "11")
-    with pytest.raises(CheckpointError, match=f"^{path}: damaged: (TypeError|KeyError): [^\n]+$"):
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged: {message}[^\n]*$"):
+        read_meta(root / "11")
+
+
+def test_meta_without_a_step_is_damaged(root):
+    path = root / "11" / META
+    content = json.loads(path.read_text())
+    del content["step"]
+    path.write_text(json.dumps(content))
+    reseal(root / "11")
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged: step is missing from meta.json$"):
         read_meta(root / "11")
 
 

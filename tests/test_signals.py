@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flaxformer_min.system.signals import StopRequest
+from flaxformer_min.system.signals import AgreedStop, StopRequest
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,6 +68,15 @@ def test_a_request_is_seen_at_once_and_gives_the_exit_status(number, status):
         assert (stop.requested, stop.exit_status) == (False, 0)
         os.kill(os.getpid(), number)
         assert (stop.requested, stop.exit_status) == (True, status)
+
+
+def test_the_first_signal_sets_the_exit_status_also_if_another_process_received_it():
+    with StopRequest() as request:
+        stop = AgreedStop(request)
+        assert not stop() and not stop.in_sight()
+        request.record(signal.SIGINT)
+        request.record(signal.SIGTERM)
+        assert stop() and stop.in_sight() and request.exit_status == 130
 
 
 def test_signals_of_other_kinds_are_no_requests():

@@ -28,10 +28,10 @@ from tiny_checkpoints import (
 from flaxformer_min.checkpoints.average import average
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
-from flaxformer_min.checkpoints.retention import counted_steps, newest_good
+from flaxformer_min.checkpoints.retention import find_checkpoints, newest_good
 from flaxformer_min.config_rules import config_to_json
 from flaxformer_min.errors import UserError
-from flaxformer_min.system import sealed as manifest
+from flaxformer_min.system import sealed
 from flaxformer_min.system.sealed import CheckpointError
 
 
@@ -97,6 +97,15 @@ def test_buffers_donated_right_after_save_do_not_change_what_is_saved(tmp_path):
         assert (load_for_inference(tmp_path, step).params["wide"] == step).all()
 
 
+@pytest.mark.parametrize("name", ["2", "a/b"])
+def test_a_name_that_could_not_be_read_back_is_not_saved(tmp_path, name):
+    """In the path of a weight digits are the number of a layer, and a slash parts two names."""
+    params = {"encoder": {name: jnp.ones(3)}}
+    with opened(tmp_path) as checkpoints, pytest.raises(AssertionError, match="ambiguous"):
+        checkpoints.save(make_state(1)._replace(params=params), 1)
+    assert not names(tmp_path)
+
+
 def test_numbers_that_are_not_finite_are_not_saved(tmp_path):
     state = make_state(1)
     moments = jax.tree.map(lambda leaf: leaf * jnp.float32(jnp.nan), state.opt_state[0].nu)
@@ -127,11 +136,11 @@ def test_restoring_refuses_another_tokenizer_and_another_models_state(workdir):
 def test_what_was_verified_to_find_the_newest_is_not_hashed_again(workdir, monkeypatch):
     hashed: list[str] = []
 
-    def counting(path: Path, fingerprint=manifest._fingerprint) -> dict:
+    def counting(path: Path, fingerprint=sealed._fingerprint) -> dict:
         hashed.append(path.name)
         return fingerprint(path)
 
-    monkeypatch.setattr(manifest, "_fingerprint", counting)
+    monkeypatch.setattr(sealed, "_fingerprint", counting)
     files = [path for path in (workdir / "checkpoints" / "11").rglob("*") if path.is_file()]
     with opened(workdir) as checkpoints:
         assert checkpoints.latest_good() == 11
@@ -181,8 +190,8 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return step
 
     for owner, name in (
-        (manifest, "_flush"),
-        (manifest, "_fingerprint"),
+        (sealed, "_flush"),
+        (sealed, "_fingerprint"),
         (shutil, "rmtree"),
         (Path, "rename"),
         (Path, "replace"),
@@ -262,7 +271,7 @@ def test_kill_minus_nine_during_saves_leaves_no_counted_checkpoint_unreadable(tm
             timeout=300,
         )
         assert done.returncode == -9
-        steps = counted_steps(tmp_path / "checkpoints")
+        steps = list(find_checkpoints(tmp_path / "checkpoints"))
         assert steps[-1] > newest, "progress that was saved is never lost"
         newest = steps[-1]
         for step in steps:
@@ -278,7 +287,7 @@ import jax, jax.numpy as jnp
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config_rules import config_from_json
 from flaxformer_min.system.sealed import CheckpointError
-from flaxformer_min.checkpoints.retention import counted_steps, newest_good
+from flaxformer_min.checkpoints.retention import find_checkpoints, newest_good
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.data.tokenizer import Tokenizer
 workdir, config, tokenizer, limits = sys.argv[1:]
@@ -342,7 +351,7 @@ def test_a_failed_save_is_raised_once_by_whatever_is_called_next(workdir, monkey
     for call in calls.values():
         with opened(workdir) as checkpoints:
             with monkeypatch.context() as patch:
-                patch.setattr("flaxformer_min.checkpoints.format.seal", full)
+                patch.setattr(sealed, "seal", full)
                 checkpoints.save(make_state(12), 12)
                 checkpoints._pool.shutdown()  # by now it has failed, and nobody has been told
             with pytest.raises(CheckpointError, match=r"/12: not saved: OSError: .*No space left"):

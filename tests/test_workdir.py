@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from tiny_config import changed
 
+from flaxformer_min.config_rules import config_to_json
 from flaxformer_min.data.tokenizer import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.training import loop as training
-from flaxformer_min.training import workdir
-from flaxformer_min.training.workdir import claim, hold, prepare_data, write_config
+from flaxformer_min.training import prepared_data
+from flaxformer_min.training.prepared_data import prepare_data
+from flaxformer_min.training.workdir import claim, hold, write_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,11 +63,19 @@ def test_what_may_change_on_resume_is_let_in_and_written_down_when_all_is_well(t
     assert written() == (300, 3)
 
 
+HOLD = """
+import pathlib, sys
+from flaxformer_min.config_rules import config_from_json
+from flaxformer_min.training.workdir import hold
+with hold(pathlib.Path(sys.argv[1]), config_from_json(sys.argv[2])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
 def test_a_second_run_is_refused_while_the_first_lives(tiny, tmp_path):
-    program = "import sys, pathlib\nfrom flaxformer_min.training.workdir import hold\n"
-    program += "with hold(pathlib.Path(sys.argv[1])): print('held', flush=True), sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-c", HOLD, str(tmp_path), config_to_json(tiny)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -74,8 +84,8 @@ def test_a_second_run_is_refused_while_the_first_lives(tiny, tmp_path):
         with pytest.raises(UserError, match="another run is at work in it"):
             training.run(tiny, tmp_path)
         process.kill()
-    with hold(tmp_path):
-        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    with hold(tmp_path, tiny):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "lock"]
 
 
 def test_a_start_that_came_to_nothing_does_not_bind_the_next(tiny, tmp_path):
@@ -130,14 +140,12 @@ def test_a_start_killed_before_its_tokenizer_was_written_does_not_bind_the_next(
     def killed(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, hold(tmp_path):
-        patch.setattr(workdir, "prepare_tokenizer", killed)
-        claim(tmp_path, tiny)
+    with monkeypatch.context() as patch, hold(tmp_path, tiny):
+        patch.setattr(prepared_data, "prepare_tokenizer", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare_data(tiny, tmp_path)
     smaller = changed(tiny, "data", vocab_size=285)
-    with hold(tmp_path):
-        claim(tmp_path, smaller)
+    with hold(tmp_path, smaller):
         assert prepare_data(smaller, tmp_path).tokenizer.vocab_size == 285
 
 
@@ -150,11 +158,10 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_a_config(tiny, tmp_path, mon
 
     def start(**data):
         config = changed(tiny, "data", **data)
-        with hold(run):
-            claim(run, config)
+        with hold(run, config):
             return prepare_data(config, run).tokenizer.sha256
 
-    monkeypatch.setattr(workdir, "prepare_tokenizer", counted)
+    monkeypatch.setattr(prepared_data, "prepare_tokenizer", counted)
     run = tmp_path / "run"
     first = start()
     assert start() == first and trained == [290]
@@ -173,18 +180,18 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_a_config(tiny, tmp_path, mon
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tokenizer.model"])
-def test_a_folder_that_is_no_workdir_is_left_alone(tmp_path, name):
+def test_a_folder_that_is_no_workdir_is_left_alone(tiny, tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=f"has {name} but no config.json; use another --workdir"):
-        hold(tmp_path).__enter__()
+        hold(tmp_path, tiny).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("text", [b'{"model_type": "marian"}', b"\xff", b"{"])
-def test_a_config_of_something_else_is_named_and_left_alone(tmp_path, text):
+def test_a_config_of_something_else_is_named_and_left_alone(tiny, tmp_path, text):
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(UserError, match=r"config\.json: .*; use another --workdir"):
-        hold(tmp_path).__enter__()
+        hold(tmp_path, tiny).__enter__()
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [text]
 
 

@@ -13,7 +13,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import MANIFEST, CheckpointError
-from flaxformer_min.training.workdir import prepare_data
+from flaxformer_min.training.prepared_data import prepare_data
 
 Damage = Callable[[Path], object]
 

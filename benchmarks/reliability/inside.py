@@ -7,9 +7,10 @@ import jax
 from benchmarks.reliability.runs import Size, config_of, programs
 from flaxformer_min.data.batch import Batch
 from flaxformer_min.training.loop import Trainer
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh
 from flaxformer_min.training.state import Metrics, TrainState
-from flaxformer_min.training.workdir import claim, hold, prepare_data
+from flaxformer_min.training.workdir import hold
 
 
 def prepared(workdir: Path, folder: Path, size: Size, *flags: str) -> Trainer:
@@ -17,8 +18,7 @@ def prepared(workdir: Path, folder: Path, size: Size, *flags: str) -> Trainer:
     jax.config.update("jax_compilation_cache_dir", str(programs(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     config = config_of(folder, size, *flags)
-    with hold(workdir):
-        claim(workdir, config)
+    with hold(workdir, config):
         return Trainer(config, make_mesh(config.mesh), prepare_data(config, workdir))
 
 

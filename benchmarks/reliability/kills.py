@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.reliability.runs import Run, Start, config_of, reference, same_end, size, warm
 from benchmarks.reliability.tally import Tally
-from flaxformer_min.training.workdir import prepare_data
+from flaxformer_min.training.prepared_data import prepare_data
 
 LONG = {"preparing": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 20}
 SHORT = {"saving": 1}

@@ -17,7 +17,8 @@ from flaxformer_min.config_file import load_config
 from flaxformer_min.data.tokenizer import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import CheckpointError
-from flaxformer_min.training.workdir import claim, prepare_data
+from flaxformer_min.training.prepared_data import prepare_data
+from flaxformer_min.training.workdir import claim
 
 MEMORY = 32 << 30  # bytes of addresses; an absurd length must not take the machine with it
 

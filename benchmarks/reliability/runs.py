@@ -23,7 +23,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from flaxformer_min.checkpoints.format import named_leaves
-from flaxformer_min.checkpoints.retention import counted
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config
 from flaxformer_min.system.sealed import CheckpointError, verify
@@ -126,7 +126,7 @@ class Run:
 
     def counted(self) -> dict[int, Path]:
         """The checkpoints that count, by step, ascending."""
-        return counted(self.checkpoints)
+        return find_checkpoints(self.checkpoints)
 
     @property
     def newest(self) -> int:

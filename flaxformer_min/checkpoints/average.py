@@ -8,30 +8,25 @@ import numpy as np
 from flaxformer_min.checkpoints.format import (
     Loaded,
     Meta,
-    complete,
     difference,
     named_leaves,
-    read_checkpoint,
     read_meta,
     start_writing,
-    whole_or_nothing,
+    write_description,
 )
-from flaxformer_min.checkpoints.load import checkpoints_of
-from flaxformer_min.checkpoints.retention import counted
+from flaxformer_min.checkpoints.load import checkpoints_of, verified_checkpoint
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.sealed import put_in_place, verify
+from flaxformer_min.system.sealed import checkpoint_errors, publish
 
 
-def average(
-    workdir: str | Path,
-    output: str | Path,
-    last: int,
-) -> list[int]:
-    """Writes to `output` one checkpoint whose weights are the mean of those of a run's checkpoints.
+def average(workdir: str | Path, output: str | Path, last: int) -> list[int]:
+    """Writes to `output` a checkpoint with the mean of the weights of a run's last checkpoints.
 
-    Takes the `last` newest regular ones by step number (one that is only there because a run was
-    stopped is passed by) and sums in float32 in the order of the steps. The result has the config,
-    tokenizer and step number of the newest of them and no optimizer state. Returns the steps.
+    Takes the `last` newest regular ones by step number (an interim one, which is there because a
+    run was stopped, is passed by) and sums in float32 in the order of the steps. The result has the
+    config, tokenizer and step number of the newest of them and no optimizer state. Returns their
+    steps.
 
     Raises:
         UserError: fewer checkpoints than asked, an `output` that is there already, or
@@ -42,25 +37,24 @@ def average(
     chosen = _newest(root, last)
     if output.exists():
         raise UserError(f"{output}: is there already; give a new directory")
-    newest = _verified(chosen[max(chosen)])
+    newest = verified_checkpoint(chosen[max(chosen)])
     total = jax.tree.map(np.zeros_like, newest.params)
     for step, folder in chosen.items():
-        loaded = newest if step == newest.step else _verified(folder)
+        loaded = newest if step == newest.step else verified_checkpoint(folder)
         _refuse_another(root, loaded, newest)
         total = jax.tree.map(np.add, total, loaded.params)
     mean = jax.tree.map(lambda leaf: leaf / np.float32(len(chosen)), total)
     steps, sha256 = list(chosen), newest.tokenizer.sha256
     meta = Meta(step=newest.step, tokenizer_sha256=sha256, averaged_steps=steps)
-    with whole_or_nothing(output):
-        start_writing(output, {"params": mean})()
-        complete(output, newest.config, newest.tokenizer, meta)
-        put_in_place(output)
+    with checkpoint_errors(output, "not saved"), publish(output) as new:
+        start_writing(new, {"params": mean})()
+        write_description(new, newest.config, newest.tokenizer, meta)
     return steps
 
 
 def _newest(root: Path, last: int) -> dict[int, Path]:
-    """The `last` newest regular steps, ascending, and where they are."""
-    folders = counted(root)
+    """The folders of the `last` newest regular steps, steps ascending."""
+    folders = find_checkpoints(root)
     regular = [step for step, folder in folders.items() if not read_meta(folder).interim]
     if not 1 <= last <= len(regular):
         raise UserError(
@@ -70,12 +64,8 @@ def _newest(root: Path, last: int) -> dict[int, Path]:
     return {step: folders[step] for step in regular[-last:]}
 
 
-def _verified(folder: Path) -> Loaded:
-    verify(folder)
-    return read_checkpoint(folder)
-
-
 def _refuse_another(root: Path, loaded: Loaded, newest: Loaded) -> None:
+    """Raises UserError if two checkpoints differ in tokenizer or in the shapes of weights."""
     where = f"{root}: steps {loaded.step} and {newest.step}"
     if loaded.tokenizer.sha256 != newest.tokenizer.sha256:
         raise UserError(f"{where} have different tokenizers")

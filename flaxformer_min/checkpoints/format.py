@@ -1,4 +1,4 @@
-"""One checkpoint: a directory whole by itself, so that it can be copied elsewhere and used.
+"""One checkpoint: a directory that is whole by itself, so that it can be copied and used elsewhere.
 
     arrays/          the state, written by Orbax: "params" and, in a run's own, "rest"
     config.json      the whole config of the run
@@ -6,17 +6,15 @@
     meta.json        step, evaluation, progress, the tokenizer's SHA-256, versions of packages
     manifest.json    format version, then size and SHA-256 of every file above
 
-Who reads one calls `manifest.verify` first: hashes are checked before any parser sees a file, and
-no file can run code. It is written under the name NAME.partial (manifest.py).
+The manifest is that of system/sealed.py. Hashes are compared before any parser sees a file, and no
+file can run code: the functions here that do not say that they verify expect it of their callers.
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import logging
-import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,61 +24,39 @@ from orbax.checkpoint import v1 as ocp
 
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config
-from flaxformer_min.config_rules import config_from_json, config_to_json
+from flaxformer_min.config_rules import config_from_json, config_to_json, typed
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.processes import is_first
-from flaxformer_min.system.sealed import (
-    CheckpointError,
-    begin,
-    checkpoint_errors,
-    discard,
-    seal,
-    unfinished,
-    verify,
-)
+from flaxformer_min.system.sealed import checkpoint_errors, verify
 
 ARRAYS, CONFIG, TOKENIZER, META = "arrays", "config.json", "tokenizer.model", "meta.json"
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 
-# Orbax's threads log one traceback each for an error that its result() raises anyway.
+# For an error that its result() raises, a thread of Orbax also logs a traceback. The filter is set
+# for the whole process, because Orbax logs to the root logger of absl.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in record.getMessage())
 
 
-def _versions() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meta:
-    """meta.json: what is to be known of a checkpoint without reading its arrays."""
+    """The content of meta.json: all about a checkpoint that can be known without its arrays."""
 
     step: int
     tokenizer_sha256: str
-    evaluation: Mapping[str, Any] | None = None  # its record, if there was one at this step
+    evaluation: Mapping[str, Any] | None = None  # the record of the evaluation at this step
     # Of the evaluations up to this step.
     progress: Progress = dataclasses.field(default_factory=Progress)
-    interim: bool = False  # saved between the regular steps, because a run was stopped
+    interim: bool = False  # saved between the regular steps, because the run was stopped
     averaged_steps: list[int] | None = None  # of an average
-    packages: Mapping[str, str] = dataclasses.field(default_factory=_versions)
-
-
-META_TYPES: dict[str, type | types.UnionType] = {
-    "step": int,
-    "tokenizer_sha256": str,
-    "evaluation": dict | None,
-    "progress": dict,
-    "best_score": int | float | None,
-    "best_step": int | None,
-    "evaluations_since": int,
-    "interim": bool,
-    "averaged_steps": list | None,
-    "packages": dict,
-}
+    packages: Mapping[str, str] = dataclasses.field(default_factory=_package_versions)
 
 
 class Loaded(NamedTuple):
-    """What translating needs."""
+    """A checkpoint as translating needs it: without the optimizer's state."""
 
     config: Config
     tokenizer: Tokenizer
@@ -89,53 +65,38 @@ class Loaded(NamedTuple):
 
 
 def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
-    """Copies the arrays to the host and lets Orbax write NAME.partial in the background.
+    """Copies the arrays to the host and lets Orbax write them to `folder` in the background.
 
-    `tree` is a state, or {"params": params}. Its buffers may be donated when this returns. The
-    result waits until all is written, and raises what went wrong. Called by every process.
+    Every process of a run has to call this. `tree` is a state, or {"params": params}; its buffers
+    may be donated when this returns. The function that is returned waits until the arrays are
+    written and raises the error if they could not be.
     """
-    if is_first():
-        begin(folder)
     context = ocp.Context()
-    # What Orbax cannot make in the background it waits for until a timeout of 20 minutes.
+    # Orbax would wait up to 20 minutes for a directory that it cannot make in the background.
     context.asynchronous.create_directories_asynchronously = False
     # Readers here always say how to shard. On a full disk this file is still being written when the
-    # error is raised, so that it would outlive the cleaning up.
+    # error is raised, so that it would outlive the removal of the directory.
     context.array.saving.enable_write_sharding_file = False
     with context:
-        return ocp.save_checkpointables_async(str(unfinished(folder) / ARRAYS), _parts(tree)).result
+        return ocp.save_checkpointables_async(str(folder / ARRAYS), _parts(tree)).result
 
 
-def complete(folder: Path, config: Config, tokenizer: Tokenizer, meta: Meta) -> None:
-    """Adds all but the arrays; the checkpoint counts when this returns."""
-    new = unfinished(folder)
-    (new / CONFIG).write_text(config_to_json(config), encoding="utf-8")
-    (new / TOKENIZER).write_bytes(tokenizer.model_bytes)
+def write_description(folder: Path, config: Config, tokenizer: Tokenizer, meta: Meta) -> None:
+    """Writes config, tokenizer and meta.json to `folder`, which is to be sealed after that."""
+    (folder / CONFIG).write_text(config_to_json(config), encoding="utf-8")
+    (folder / TOKENIZER).write_bytes(tokenizer.model_bytes)
     content = dataclasses.asdict(meta) | {"progress": meta.progress._asdict()}
-    (new / META).write_text(json.dumps(content, indent=2), encoding="utf-8")
-    seal(new)
-
-
-@contextlib.contextmanager
-def whole_or_nothing(folder: Path) -> Generator[None, None, None]:
-    """Leaves no partial directory if writing fails; raises CheckpointError with the cause."""
-    try:
-        with checkpoint_errors(folder, "not saved"):
-            yield
-    except CheckpointError:
-        if is_first():
-            discard(folder)
-        raise
+    (folder / META).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def read_meta(folder: Path) -> Meta:
-    """Reads meta.json, verifying no other file. Raises what `verify` raises."""
+    """Verifies meta.json, and no other file, and reads it. Raises what `verify` raises."""
     verify(folder, [META])
-    return _parse_meta(folder / META)
+    return _parse_meta(folder)
 
 
 def read_config(folder: Path) -> Config:
-    """Reads config.json, unverified. Raises UserError if this program does not know such a one."""
+    """Reads config.json. Raises UserError if this version of the program does not know it."""
     try:
         return config_from_json((folder / CONFIG).read_text(encoding="utf-8"))
     except (UserError, UnicodeDecodeError) as error:
@@ -143,47 +104,49 @@ def read_config(folder: Path) -> Config:
 
 
 def read_checkpoint(folder: Path) -> Loaded:
-    """Reads one checkpoint, unverified, without its optimizer state.
+    """Reads one checkpoint without its optimizer state.
 
-    Raises UserError for a config that this version of the program does not know.
+    Raises UserError for a config or tokenizer that this version of the program does not know, and
+    CheckpointError for arrays that cannot be read.
     """
-    config, meta = read_config(folder), _parse_meta(folder / META)
+    config, meta = read_config(folder), _parse_meta(folder)
     try:
         tokenizer = Tokenizer((folder / TOKENIZER).read_bytes())
     except UserError as error:
         raise UserError(f"{folder / TOKENIZER}: {error}") from error
-    stored = _stored(folder).get("params", {})
+    stored = _stored_shapes(folder).get("params", {})
     like = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
-    params = _load(folder, {"params": like})["params"]
+    params = _read_arrays(folder, {"params": like})["params"]
     tree = _nested({name: np.asarray(leaf, np.float32) for name, leaf in params.items()})
     return Loaded(config, tokenizer, tree["params"], meta.step)
 
 
 def read_state(folder: Path, like: Any) -> Any:
-    """Reads the whole state, unverified, with the structure, dtypes and shardings of `like`.
+    """Reads the whole state, with the structure, dtypes and shardings of `like`.
 
-    Raises UserError if leaves differ in name, shape or dtype.
+    Raises UserError if leaves differ in name, shape or dtype, and CheckpointError for arrays that
+    cannot be read.
     """
-    stored, wanted = _stored(folder), _parts(like)
+    stored, wanted = _stored_shapes(folder), _parts(like)
     for part, leaves in wanted.items():
         if (found := difference(stored.get(part, {}), leaves)) is not None:
             raise UserError(f"{folder}: holds another state than this run's: {found}")
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), wanted
     )
-    parts = _load(folder, abstract)
+    parts = _read_arrays(folder, abstract)
     leaves = {name: leaf for part in parts.values() for name, leaf in part.items()}
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in named_leaves(like)])
 
 
-def difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
-    """The first leaf, by name, that one side lacks or that has another shape or dtype there."""
+def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first difference, by name, between named leaves in shape, dtype or existence; or None."""
 
-    def kind(leaves: Mapping[str, Any], name: str) -> str:
+    def described(leaves: Mapping[str, Any], name: str) -> str:
         return f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "missing"
 
-    for name in sorted(left.keys() | right.keys()):
-        if (one := kind(left, name)) != (other := kind(right, name)):
+    for name in sorted(there.keys() | here.keys()):
+        if (one := described(there, name)) != (other := described(here, name)):
             return f"{name} is {one} there and {other} here"
     return None
 
@@ -191,18 +154,31 @@ def difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves in jax.tree order by their paths: params/encoder/0/..., opt_state/0/mu/...
 
-    The names do not depend on the classes that hold the leaves. A number in the path of a parameter
-    is a place in a list.
+    The names do not depend on the classes that hold the leaves. A component of digits is always a
+    number, such as the place of a layer in a list, and never a name, so that the path can be read
+    back.
     """
     paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+    return {"/".join(map(_component, path)): leaf for path, leaf in paths}
+
+
+def _component(key: Any) -> str:
+    """One component of a leaf's path."""
+    text = jax.tree_util.keystr((key,), simple=True)
+    value = getattr(key, "key", getattr(key, "idx", text))
+    assert _is_number(text) == isinstance(value, int) and "/" not in text, f"ambiguous: {key!r}"
+    return text
+
+
+def _is_number(component: str) -> bool:
+    return component.isascii() and component.isdecimal()
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """The inverse of `named_leaves` for nested dicts."""
+    """Nested dicts from leaves by the paths that `named_leaves` gives them."""
     tree: dict[Any, Any] = {}
     for name, leaf in leaves.items():
-        *parents, last = [int(key) if key.isdecimal() else key for key in name.split("/")]
+        *parents, last = [int(key) if _is_number(key) else key for key in name.split("/")]
         node = tree
         for key in parents:
             node = node.setdefault(key, {})
@@ -211,7 +187,7 @@ def _nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _parts(tree: Any) -> dict[str, dict[str, Any]]:
-    """Orbax's separately readable pieces: "params", and "rest" if there is more."""
+    """The pieces that Orbax can read separately: "params", and "rest" if there is more."""
     parts: dict[str, dict[str, Any]] = {}
     for name, leaf in named_leaves(tree).items():
         part = "params" if name.startswith("params/") else "rest"
@@ -219,8 +195,13 @@ def _parts(tree: Any) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def _stored(folder: Path) -> dict[str, Any]:
-    """By part and name, leaves with shape and dtype."""
+def _parse_meta(folder: Path) -> Meta:
+    with checkpoint_errors(folder / META, "damaged"):
+        return typed(Meta, json.loads((folder / META).read_bytes()), whole=META)
+
+
+def _stored_shapes(folder: Path) -> dict[str, Any]:
+    """The stored leaves' shapes and dtypes, by part and name."""
     with checkpoint_errors(folder / ARRAYS, "cannot be read"):
         parts = ocp.checkpointables_metadata(str(folder / ARRAYS)).metadata
         if None in parts.values():  # Orbax logs the reason
@@ -228,15 +209,7 @@ def _stored(folder: Path) -> dict[str, Any]:
         return parts
 
 
-def _load(folder: Path, like: Any) -> Any:
+def _read_arrays(folder: Path, like: Any) -> Any:
+    """The stored leaves, by part and name, in the shapes, dtypes and shardings of `like`."""
     with checkpoint_errors(folder / ARRAYS, "cannot be read"):
         return ocp.load_checkpointables(str(folder / ARRAYS), like)
-
-
-def _parse_meta(path: Path) -> Meta:
-    with checkpoint_errors(path, "damaged"):
-        content = json.loads(path.read_bytes())
-        for name, value in {**content, **content["progress"]}.items():
-            if not isinstance(value, META_TYPES[name]):
-                raise TypeError(f"{name} is {value!r:.80}")
-        return Meta(**content | {"progress": Progress(**content["progress"])})

@@ -1,14 +1,12 @@
-"""A checkpoint read to translate with: of a workdir the one that is asked for, or one directory."""
+"""A checkpoint read to translate with: one of a workdir's, or one that stands by itself."""
 
 from pathlib import Path
 from typing import Literal
 
+from flaxformer_min.checkpoints import retention
 from flaxformer_min.checkpoints.format import Loaded, read_checkpoint
-from flaxformer_min.checkpoints.retention import best_of, counted_steps, folder_of, newest_good
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import is_sealed, verify
-
-FOLDER = "checkpoints"  # inside a workdir
 
 
 def load_for_inference(directory: str | Path, step: int | Literal["best"] | None = None) -> Loaded:
@@ -23,29 +21,33 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
     """
     directory = Path(directory).absolute()
     if is_sealed(directory):
-        verify(directory)
-        loaded = read_checkpoint(directory)
+        loaded = verified_checkpoint(directory)
         if step not in (None, loaded.step):
             raise UserError(f"{directory}: is one checkpoint, of step {loaded.step}, not {step}")
         return loaded
     root = checkpoints_of(directory)
     if step is None:
-        good = newest_good(root)
+        good = retention.newest_good(root)
         assert good is not None  # checkpoints_of has seen some
-        return read_checkpoint(folder_of(root, good))
-    folder = folder_of(root, best_of(root) if step == "best" else step)
+        return read_checkpoint(retention.folder_of(root, good))
+    chosen = retention.best_step(root) if step == "best" else step
+    return verified_checkpoint(retention.folder_of(root, chosen))
+
+
+def verified_checkpoint(folder: Path) -> Loaded:
+    """Verifies every file of one checkpoint, then reads it. Raises what these two raise."""
     verify(folder)
     return read_checkpoint(folder)
 
 
 def checkpoints_of(workdir: Path) -> Path:
-    """The directory of a workdir's checkpoints; raises UserError unless at least one counts."""
+    """The directory of a workdir's checkpoints; raises UserError unless it holds a whole one."""
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such directory; give a workdir or a checkpoint")
-    if not counted_steps(workdir / FOLDER):
+    if not retention.find_checkpoints(workdir / retention.FOLDER):
         entries = ", ".join(sorted(path.name for path in workdir.iterdir())) or "nothing"
         raise UserError(
             f"{workdir}: no finished checkpoint in it, only: {entries}; "
             "give a workdir that holds checkpoints/STEP, or one checkpoint"
         )
-    return workdir / FOLDER
+    return workdir / retention.FOLDER

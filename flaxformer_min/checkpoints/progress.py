@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far; it decides what is kept and when a run ends."""
+"""How a run's evaluations compare: the score of each and the best one so far."""
 
 import math
 from collections.abc import Mapping
@@ -6,27 +6,30 @@ from typing import Any, Literal, NamedTuple
 
 
 class Progress(NamedTuple):
-    """The best evaluation so far; saved in every checkpoint, since it decides when a run ends."""
+    """The best evaluation of a run so far.
 
-    best_score: float | None = None  # as `score` gives it; None before the first evaluation
+    It decides when the run ends, so that every checkpoint holds it.
+    """
+
+    best_score: float | None = None  # a result of `score`; None before the first evaluation
     best_step: int | None = None
-    evaluations_since: int = 0  # evaluations that were no better
+    evaluations_since: int = 0  # how many evaluations after the best one were no better
 
     def after(self, score: float, step: int) -> "Progress":
-        """The progress once the evaluation at `step` is counted; an equal score is no better."""
+        """The progress with the evaluation at `step` counted in; an equal score is no better."""
         if self.best_score is None or score > self.best_score:
             return Progress(score, step, 0)
         return self._replace(evaluations_since=self.evaluations_since + 1)
 
     def exhausted(self, patience: int | None) -> bool:
-        """Whether `patience` evaluations in a row were no better; never for None."""
+        """Whether `patience` evaluations in a row were no better; False if `patience` is None."""
         return patience is not None and self.evaluations_since >= patience
 
 
 def score(record: Mapping[str, Any], metric: Literal["bleu", "loss"]) -> float:
-    """The number by which an evaluation's record is ranked, higher being better.
+    """The score of an evaluation's record, higher being better.
 
-    A loss that is not finite ranks last.
+    It is the BLEU score, or the negated validation loss; a loss that is not finite ranks last.
     """
     if metric == "bleu":
         return record["bleu"]["score"]

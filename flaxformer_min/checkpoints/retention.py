@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: which there are, which is good, and which of them to keep."""
+"""The checkpoints in a directory: which there are, which of them is good, which of them to keep."""
 
 import logging
 import re
@@ -9,52 +9,46 @@ from typing import Literal
 
 from flaxformer_min.checkpoints.format import CONFIG, Meta, read_config, read_meta
 from flaxformer_min.checkpoints.progress import score
+from flaxformer_min.config import TrainConfig
 from flaxformer_min.errors import UserError
-from flaxformer_min.system.sealed import (
-    DELETED,
-    PARTIAL,
-    CheckpointError,
-    is_sealed,
-    put_in_place,
-    verify,
-)
+from flaxformer_min.system import sealed
+from flaxformer_min.system.sealed import DELETED, PARTIAL, CheckpointError
 
+FOLDER = "checkpoints"  # inside a workdir
 NAME = re.compile(rf"(0|[1-9][0-9]*)((?:{re.escape(PARTIAL)})?(?:{re.escape(DELETED)})?)")
 
 _log = logging.getLogger(__name__)
 
 
-def counted(root: Path) -> dict[int, Path]:
-    """Where the checkpoints in a directory are, by step, ascending as numbers."""
+def find_checkpoints(root: Path) -> dict[int, Path]:
+    """The whole checkpoints in a directory: the folder of each step, steps ascending as numbers.
+
+    A folder STEP.partial that is sealed is the checkpoint of its step, even beside an older STEP.
+    """
     return {
         step: path
-        for step, state, path in _entries(root)
-        if not state or (state == PARTIAL and is_sealed(path))
+        for step, suffix, path in _entries(root)
+        if not suffix or (suffix == PARTIAL and sealed.is_sealed(path))
     }
 
 
-def counted_steps(root: Path) -> list[int]:
-    """The steps of the checkpoints in a directory, ascending."""
-    return list(counted(root))
-
-
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is; raises UserError with the steps there are."""
-    folders = counted(root)
+    """The folder of a step's checkpoint; raises UserError with the steps that have one."""
+    folders = find_checkpoints(root)
     if step not in folders:
         raise UserError(f"{root}: no checkpoint of step {step}; steps there: {list(folders)}")
     return folders[step]
 
 
 def newest_good(root: Path) -> int | None:
-    """The newest step whose files are what was written; None if there is no checkpoint.
+    """The newest step whose checkpoint verifies; None if there is no checkpoint.
 
-    Damaged ones are passed by with a warning. Raises CheckpointError if all are.
+    Damaged ones are passed by with a warning. Raises CheckpointError if all are damaged.
     """
-    folders = counted(root)
+    folders = find_checkpoints(root)
     for step, folder in reversed(folders.items()):
         try:
-            verify(folder)
+            sealed.verify(folder)
             return step
         except CheckpointError as error:
             _log.warning("%s; passed by", error)
@@ -63,10 +57,21 @@ def newest_good(root: Path) -> int | None:
     return None
 
 
-def metas_of(root: Path) -> dict[int, Meta]:
-    """Of every checkpoint; one that cannot be read is passed by with a warning."""
+def best_step(root: Path) -> int:
+    """The step with the best evaluation, by the `train.best_metric` of the newest's config."""
+    folders = find_checkpoints(root)
+    newest = folders[max(folders)]
+    sealed.verify(newest, [CONFIG])
+    scores = scores_of(read_metas(root), read_config(newest).train.best_metric)
+    if not (best := best_steps(scores, 1)):
+        raise UserError(f"{root}: no checkpoint has an evaluation; steps: {list(folders)}")
+    return best[0]
+
+
+def read_metas(root: Path) -> dict[int, Meta]:
+    """The meta.json of every step; one that cannot be read is passed by with a warning."""
     metas = {}
-    for step, folder in counted(root).items():
+    for step, folder in find_checkpoints(root).items():
         try:
             metas[step] = read_meta(folder)
         except (CheckpointError, UserError) as error:
@@ -74,49 +79,60 @@ def metas_of(root: Path) -> dict[int, Meta]:
     return metas
 
 
+def delete_outdated(root: Path, train: TrainConfig, damaged: Collection[int]) -> None:
+    """Deletes the checkpoints that `kept_steps` does not keep.
+
+    The `damaged` steps are left alone and do not count, nor do those whose meta.json is damaged.
+    """
+    metas = {step: meta for step, meta in read_metas(root).items() if step not in damaged}
+    interim = [step for step, meta in metas.items() if meta.interim]
+    scores = scores_of(metas, train.best_metric)
+    for step in metas.keys() - kept_steps(scores, interim, train.keep_last, train.keep_best):
+        sealed.delete(root / str(step))
+
+
 def scores_of(
     metas: Mapping[int, Meta], metric: Literal["bleu", "loss"]
 ) -> dict[int, float | None]:
-    """How each checkpoint ranks, higher being better; None without an evaluation."""
+    """The score of each step, higher being better; None for a step without an evaluation."""
     records = {step: meta.evaluation for step, meta in metas.items()}
     return {step: score(record, metric) if record else None for step, record in records.items()}
-
-
-def best_of(root: Path) -> int:
-    """The step of the best evaluation, by the metric of the newest checkpoint's config."""
-    folders = counted(root)
-    newest = folders[max(folders)]
-    verify(newest, [CONFIG])
-    scores = scores_of(metas_of(root), read_config(newest).train.best_metric)
-    if not (best := best_steps(scores, 1)):
-        raise UserError(f"{root}: no checkpoint has an evaluation; steps: {list(folders)}")
-    return best[0]
 
 
 def kept_steps(
     scores: Mapping[int, float | None], interim: Collection[int], last: int, best: int
 ) -> set[int]:
-    """The `last` newest and the `best` best of the regular steps, and the newest of all."""
+    """The steps to keep: the `last` newest and `best` best regular ones, and the newest of all.
+
+    A regular step is one that is not `interim`.
+    """
     regular = {step: score for step, score in scores.items() if step not in interim}
     return {*sorted(regular)[-last:], *best_steps(regular, best), max(scores)}
 
 
 def best_steps(scores: Mapping[int, float | None], count: int) -> list[int]:
-    """At most `count` of the steps that have a score, best first; of equal scores the later."""
+    """At most `count` steps that have a score, best first; of equal scores the later step."""
     scored = [(score, step) for step, score in scores.items() if score is not None]
     return [step for _, step in sorted(scored, reverse=True)[:count]]
 
 
 def tidy(root: Path) -> None:
-    """Finishes what was sealed and removes what was not, or was being deleted."""
-    for step, state, path in _entries(root):
-        if state == PARTIAL and is_sealed(path):
-            put_in_place(root / str(step))
-        elif state:
+    """Ends what a killed run began: a sealed checkpoint gets its name, other remains are removed.
+
+    Directories that are not named like a checkpoint are left alone; `root` is made if missing.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for step, suffix, path in _entries(root):
+        if suffix == PARTIAL and sealed.is_sealed(path):
+            sealed.put_in_place(root / str(step))
+        elif suffix:
             shutil.rmtree(path)
 
 
 def _entries(root: Path) -> list[tuple[int, str, Path]]:
-    """Step, state of the name (see manifest.py) and path of all that is ours, in that order."""
+    """Step, suffix and path of each directory named like a checkpoint, sorted by step and suffix.
+
+    The suffix is "" or made of those in system/sealed.py.
+    """
     matches = [(NAME.fullmatch(path.name), path) for path in root.glob("*") if path.is_dir()]
     return sorted((int(match[1]), match[2], path) for match, path in matches if match)

@@ -1,13 +1,22 @@
-"""The checkpoints of a run: saved in the background, kept by rule, verified when read.
+"""The checkpoints of a run: saved in the background, deleted by rule, verified when read.
 
-What is in one of them is in checkpoint_directory.py, and what makes one count in manifest.py. A
-save is written beside the others as STEP.partial; sealing it is the moment from which it is the
-checkpoint of its step, also if another one is still called STEP. All the rest is tidying up, which
-the next run in the workdir finishes if this one is killed.
+The files of this package, lowest first; each calls only those before it:
+
+    progress.py   the score of an evaluation and the best one so far
+    format.py     what is in one checkpoint: writes and reads its files
+    retention.py  many checkpoints in a directory: finds, ranks and tidies them
+    load.py       one checkpoint for translating
+    store.py      the checkpoints of the run that trains: saves, deletes and restores them
+    average.py    one checkpoint made of several
+
+A save writes STEP.partial. Once that is sealed (system/sealed.py) it is the checkpoint of its step,
+even if an older one is still called STEP. Renaming it and deleting older ones follow; if the run is
+killed before that, the next run in the workdir does it.
 """
 
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,37 +24,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flaxformer_min.checkpoints import retention
 from flaxformer_min.checkpoints.format import (
     Meta,
-    complete,
     named_leaves,
     read_meta,
     read_state,
     start_writing,
-    whole_or_nothing,
+    write_description,
 )
-from flaxformer_min.checkpoints.load import FOLDER
 from flaxformer_min.checkpoints.progress import Progress
-from flaxformer_min.checkpoints.retention import (
-    counted_steps,
-    folder_of,
-    kept_steps,
-    metas_of,
-    newest_good,
-    scores_of,
-    tidy,
-)
 from flaxformer_min.config import Config
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
+from flaxformer_min.system import sealed
 from flaxformer_min.system.processes import broadcast, exchange, is_first, on_first
-from flaxformer_min.system.sealed import (
-    CheckpointError,
-    checkpoint_errors,
-    delete,
-    put_in_place,
-    verify,
-)
+from flaxformer_min.system.sealed import CheckpointError
 
 OVERHEAD = 1_000_000  # bytes, generously: what a checkpoint takes on the disk beside its arrays
 
@@ -53,22 +47,22 @@ _START = Progress()
 
 
 class Checkpoints:
-    """What a training run writes to and resumes from; only one run at a time may hold a workdir.
+    """The checkpoints of a training run; only one run at a time may hold a workdir.
 
-    After every save the `train.keep_last` newest regular ones remain, the `train.keep_best` best by
-    `train.best_metric` (of equal scores the later), and the newest of all. Of several processes all
-    write arrays and all read; the first does everything else.
+    After every save there remain the `train.keep_last` newest regular ones, the `train.keep_best`
+    best by `train.best_metric` (of equal scores the later), and the newest of all. In a run of
+    several processes all write arrays and all read; process 0 does everything else.
     """
 
     def __init__(self, workdir: str | Path, config: Config, tokenizer: Tokenizer) -> None:
-        """Finishes or removes what an interrupted run left behind."""
-        self._root = Path(workdir).absolute() / FOLDER
+        """Ends or removes what a killed run began."""
+        self._root = Path(workdir).absolute() / retention.FOLDER
         self._config, self._tokenizer = config, tokenizer
-        self._verified: int | None = None  # by latest_good; not hashed again when it is restored
-        self._damaged: set[int] = set()  # known to be: neither kept for nor counted by retention
+        self._verified: int | None = None  # the step that latest_good has verified already
+        self._damaged: set[int] = set()  # known damaged steps; retention does not count them
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[None] | None = None
-        on_first(self._tidy)
+        self._pending: Future[None] | None = None  # the save in the background
+        on_first(lambda: retention.tidy(self._root))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -78,33 +72,33 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending; damaged ones too."""
-        return counted_steps(self._root)
+        return list(retention.find_checkpoints(self._root))
 
     def latest_good(self) -> int | None:
-        """The newest step whose files are what was written; None if there is no checkpoint.
+        """The newest step whose checkpoint verifies; None if there is no checkpoint.
 
         Damaged ones are passed by with a warning and left where they are until their step is saved
         again. Raises CheckpointError if there are checkpoints and all are damaged.
         """
-        self._verified = good = broadcast(lambda: newest_good(self._root))
+        self._verified = good = broadcast(lambda: retention.newest_good(self._root))
         self._damaged = {step for step in self.steps() if good is not None and step > good}
         return good
 
     def meta(self, step: int) -> Meta:
-        """What was saved beside the state. Raises as `restore`."""
-        return read_meta(folder_of(self._root, step))
+        """The meta.json of a step. Raises what `restore` raises."""
+        return read_meta(retention.folder_of(self._root, step))
 
     def restore(self, step: int, like: Any) -> Any:
         """The state saved at `step`, as arrays with the dtypes and shardings of `like`.
 
         `like` is the state's pytree, its leaves jax.ShapeDtypeStruct with shardings, or arrays; the
-        devices may be others than those the state was saved from. Raises CheckpointError naming a
+        devices may differ from those the state was saved from. Raises CheckpointError naming a
         damaged file; UserError for an unknown step, another format version, another tokenizer, or
         leaves that differ in name, shape or dtype.
         """
-        folder = folder_of(self._root, step)
+        folder = retention.folder_of(self._root, step)
         if step != self._verified:
-            verify(folder)
+            sealed.verify(folder)
         if read_meta(folder).tokenizer_sha256 != self._tokenizer.sha256:
             raise UserError(f"{folder}: was trained with another tokenizer than this workdir's")
         return read_state(folder, like)
@@ -112,7 +106,7 @@ class Checkpoints:
     def require_space(self, state: Any) -> None:
         """Raises UserError if the disk is too small for the checkpoints that are still to come.
 
-        Beside those that are kept there can be one of a stop and the one that is being written.
+        At most there are keep_last + keep_best regular ones, an interim one and one being written.
         `state` is the state's pytree, of arrays or shapes; compression is left out of account.
         """
         train = self._config.train
@@ -139,15 +133,16 @@ class Checkpoints:
     ) -> None:
         """Copies the state to the host and returns; writing goes on in the background.
 
-        The state's buffers may be donated at once. `evaluation`, JSON types only, is the record of
-        the one at this step. An `interim` checkpoint is one off the regular steps, because the run
-        stops: it is gone as soon as there is a newer one. Waits for the save before this one and
-        raises its error if it failed. A checkpoint of the same step is replaced.
+        The state's buffers may be donated at once. `evaluation`, of JSON types, is the record of
+        the evaluation at this step, if there was one. An `interim` checkpoint is one between the
+        regular steps, saved because the run stops; it is deleted as soon as there is a newer one.
+        A checkpoint of the same step is replaced.
 
-        Raises CheckpointError: not writable, or the state holds numbers that are not finite.
+        Raises CheckpointError if the directory cannot be written, if the state holds numbers that
+        are not finite, or if the save before this one, for which it waits, failed.
         """
         self.wait()
-        exchange()  # the first may have waited for minutes
+        exchange()  # process 0, which finishes the saves, may have waited for minutes
         _refuse_non_finite(state, step)
         folder = self._root / str(step)
         meta = Meta(
@@ -157,9 +152,11 @@ class Checkpoints:
             progress=progress,
             interim=interim,
         )
-        with whole_or_nothing(folder):
-            written = start_writing(folder, state)
-        self._pending = self._pool.submit(self._finish, folder, written, meta)
+        with _discarded_on_error(folder):
+            if is_first():
+                sealed.begin(folder)
+            await_arrays = start_writing(sealed.unfinished(folder), state)
+        self._pending = self._pool.submit(self._finish, folder, await_arrays, meta)
 
     def raise_if_failed(self) -> None:
         """Raises CheckpointError if the save in the background has failed; never waits for it."""
@@ -173,39 +170,40 @@ class Checkpoints:
             pending.result()
 
     def close(self) -> None:
-        """As `wait`, for the last time."""
+        """Waits as `wait` does and ends the background thread; nothing can be saved after it."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
-    def _finish(self, folder: Path, written: Callable[[], None], meta: Meta) -> None:
-        """The background part."""
-        with whole_or_nothing(folder):
-            written()
+    def _finish(self, folder: Path, await_arrays: Callable[[], None], meta: Meta) -> None:
+        """The part of a save that runs in the background."""
+        with _discarded_on_error(folder):
+            await_arrays()
             if not is_first():
                 return
-            complete(folder, self._config, self._tokenizer, meta)
-        with checkpoint_errors(folder, "saved, but an older one could not be removed"):
-            put_in_place(folder)
+            write_description(sealed.unfinished(folder), self._config, self._tokenizer, meta)
+            sealed.seal(sealed.unfinished(folder))
+        with sealed.checkpoint_errors(folder, "saved, but an older one could not be removed"):
+            sealed.put_in_place(folder)
             self._damaged.discard(meta.step)
-            self._retain()
+            retention.delete_outdated(self._root, self._config.train, self._damaged)
 
-    def _tidy(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        tidy(self._root)
 
-    def _retain(self) -> None:
-        """Deletes what the rule does not keep; what cannot be judged is left."""
-        train, metas = self._config.train, metas_of(self._root)
-        metas = {step: meta for step, meta in metas.items() if step not in self._damaged}
-        interim = [step for step, meta in metas.items() if meta.interim]
-        scores = scores_of(metas, train.best_metric)
-        for step in metas.keys() - kept_steps(scores, interim, train.keep_last, train.keep_best):
-            delete(self._root / str(step))
+@contextlib.contextmanager
+def _discarded_on_error(folder: Path) -> Generator[None, None, None]:
+    """A context of a save whose errors become a CheckpointError, after STEP.partial is removed."""
+    try:
+        with sealed.checkpoint_errors(folder, "not saved"):
+            yield
+    except CheckpointError:
+        if is_first():
+            sealed.discard(folder)
+        raise
 
 
 def _human(size: int | float) -> str:
+    """A number of bytes, such as "12.01 GB"."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

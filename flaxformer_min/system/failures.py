@@ -1,9 +1,11 @@
-"""Several processes end as one: an error, a death or a silence in one of them ends all.
+"""The processes of a run end as one: an error, a death or a silence in one of them ends all.
 
 Every process has a thread that says each second, through the key-value store, that it lives. That
-of process 0 judges: who failed, and who says nothing any more. Its verdict ends every process,
-wherever it waits (a program that waits for a dead peer cannot be interrupted otherwise). Should
-this fail, jax.distributed ends a process 100 seconds after it last heard from process 0.
+of process 0 also judges: whether a process has failed, and whether one has been silent for too
+long. Its verdict ends every process, wherever that waits: a program that waits for a dead process
+in a collective cannot be interrupted otherwise. A second thread ends this process when process 0
+is silent. Should all this fail, jax.distributed ends a process `processes.HEARTBEAT` seconds after
+it last heard from process 0.
 """
 
 import contextlib
@@ -18,150 +20,162 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from flaxformer_min.system.processes import exchange, is_first, post, posted
+from flaxformer_min.errors import first_line
+from flaxformer_min.system.processes import exchange, is_first, post, read_posts
 
 BEAT = 1  # seconds between two signs of life
-SILENCE = 60  # seconds without one after which a process is given up
-ROLL_CALL = 15  # the same once some process has failed: it may be because another has died
-GRACE = 2  # seconds in which others may report the same failure
+SILENCE = 60  # seconds without a sign of life after which a process is given up
+# The same once some process has failed: perhaps it failed because another one has died.
+SILENCE_AFTER_FAILURE = 15
+GRACE = 2  # seconds in which other processes may report the same failure
 
-Told = Callable[[BaseException], tuple[str | None, int]]
+MessageAndStatus = Callable[[BaseException], tuple[str | None, int]]
 
 
 class Verdict(NamedTuple):
     """How the run ends."""
 
-    text: str | None  # the line that says why
-    status: int
-    by_all: bool  # said by every process, not by process 0 alone
-    missing: list[int]  # processes that are gone
+    message: str | None  # the line to print, None for no line
+    status: int  # the exit status of every process
+    missing: list[int]  # processes that are gone; if there are any, all others print the message
 
 
-def together(work: Callable[[], int], told: Told) -> int:
-    """What `work` returns; with many processes, an error in one of them ends all.
+def together(work: Callable[[], int], message_and_status: MessageAndStatus) -> int:
+    """Returns the result of `work`; in a run of several processes, an error in one ends all.
 
-    `told` gives the one line for an error, if it needs one, and the exit status; it raises what it
-    does not know. An error of process 0 is told by it alone, one of another process by process 0
-    with the number of that process, and a process that is gone by all.
+    `message_and_status` gives the line to print about an error, None for no line, and the exit
+    status; it raises errors that it does not know. Process 0 prints the line, with the number of
+    the process if the error is another's; that a process is gone is printed by all.
     """
     if jax.process_count() == 1:
         return work()
-    watch = Watch(told)
+    watch = Watch(message_and_status)
     try:
         status = work()
         exchange()
     except BaseException as error:
         watch.fail(error)
-    watch.over()
+    watch.stop()
     return status
 
 
 class Watch:
-    """The thread of this process."""
+    """The two threads of this process, running from its construction to `stop`."""
 
-    def __init__(self, told: Told):
-        self._told = told
-        self._over = threading.Event()
-        self._traceback: str | None = None  # of an error that is a bug
-        self._heard = time.monotonic()  # when process 0 last answered
-        self._changes = {p: ("", self._heard) for p in range(jax.process_count())}
+    def __init__(self, message_and_status: MessageAndStatus):
+        now = time.monotonic()
+        self._message_and_status = message_and_status
+        self._stopped = threading.Event()
+        self._traceback = ""  # of this process's error, if that is a bug
+        self._first_answered = now  # when process 0 last answered
+        # Known to process 0: the last beat of each process and when it first saw that beat, and
+        # when it first saw a failure.
+        self._beats = {process: ("", now) for process in range(jax.process_count())}
         self._failed_at: float | None = None
-        parts = (self._beat, self._mind_the_first)
-        self._threads = [threading.Thread(target=part, daemon=True) for part in parts]
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(action,), daemon=True)
+            for action in (self._beat, self._check_first)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def over(self) -> None:
-        """From now on processes may leave."""
-        self._over.set()
+    def stop(self) -> None:
+        """Ends the threads; from now on the other processes may leave."""
+        self._stopped.set()
         for thread in self._threads:  # one that is within the store when Python ends would crash it
             thread.join()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Reports this process's error and waits for the end of all."""
+        """Reports this process's error and waits for the verdict, by which a thread ends it."""
         try:
-            text, status = self._told(error)
+            report = self._message_and_status(error)
         except BaseException:
-            text, status = f"{type(error).__name__}: {error}".splitlines()[0], 1
+            report = f"{type(error).__name__}: {first_line(error)}", 1
             self._traceback = traceback.format_exc()
         with contextlib.suppress(Exception):
-            post(f"failed/{jax.process_index()}", json.dumps([text, status]))
+            post("failed", json.dumps(report))
         time.sleep(2 * SILENCE)
-        os._exit(1)  # nobody judges any more
+        os._exit(1)  # there was no verdict
+
+    def _repeat(self, action: Callable[[], None]) -> None:
+        while not self._stopped.wait(BEAT):
+            action()
 
     def _beat(self) -> None:
-        beats = 0
-        while not self._over.wait(BEAT):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # silence, if process 0 is gone
-                post(f"alive/{jax.process_index()}", str(beats := beats + 1))
-                self._heard = time.monotonic()
-                if is_first():
-                    self._judge()
-                for verdict in posted("verdict").values():
-                    self._leave(Verdict(*json.loads(verdict)))
+        """Gives a sign of life, judges if this is process 0, and obeys the verdict."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
+            post("alive", str(time.monotonic()))
+            self._first_answered = time.monotonic()
+            if is_first():
+                self._judge()
+            for verdict in read_posts("verdict").values():
+                self._leave(Verdict(*json.loads(verdict)))
 
-    def _mind_the_first(self) -> None:
-        while not self._over.wait(BEAT):
-            if (silent := time.monotonic() - self._heard) > SILENCE:
-                self._leave(Verdict(_gone(0, silent), 1, True, [0]))
+    def _check_first(self) -> None:
+        """Leaves if process 0 is silent; `_beat` may hang in the store then."""
+        if (seconds := time.monotonic() - self._first_answered) > SILENCE:
+            self._leave(Verdict(_gone(0, seconds), 1, [0]))
 
     def _judge(self) -> None:
-        """Process 0: gives a verdict if it is time for one."""
-        now, beats, failures = time.monotonic(), posted("alive"), posted("failed")
-        for process, (last, _) in self._changes.items():
-            if (beat := beats.get(str(process), "")) != last:
-                self._changes[process] = beat, now
-        if failures and self._failed_at is None:
-            self._failed_at = now
-        verdict = judged(
-            {process: now - at for process, (_, at) in self._changes.items()},
-            {int(process): json.loads(text) for process, text in failures.items()},
+        """Posts the verdict if it is time for one."""
+        now = time.monotonic()
+        for process, beat in read_posts("alive").items():
+            if beat != self._beats[process][0]:
+                self._beats[process] = beat, now
+        if reports := read_posts("failed"):
+            self._failed_at = self._failed_at or now
+        verdict = verdict_of(
+            {process: now - seen for process, (_, seen) in self._beats.items()},
+            {process: json.loads(report) for process, report in reports.items()},
             None if self._failed_at is None else now - self._failed_at,
         )
         if verdict is not None:
-            post("verdict/0", json.dumps(verdict))
+            post("verdict", json.dumps(verdict))
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         """Ends this process; process 0, without which no other can hear anything, as the last."""
-        if self._traceback is not None and not verdict.missing:
+        if not verdict.missing:
             print(self._traceback, file=sys.stderr, end="")
-        if verdict.text is not None and (verdict.by_all or is_first()):
-            print(f"error: {verdict.text}", file=sys.stderr)
+        if verdict.message is not None and (verdict.missing or is_first()):
+            print(f"error: {verdict.message}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         if 0 not in verdict.missing:
             with contextlib.suppress(Exception):
-                post(f"left/{jax.process_index()}")
-                stay, until = is_first(), time.monotonic() + SILENCE / 6
-                while stay and time.monotonic() < until:
-                    stay = len(posted("left")) < jax.process_count() - len(verdict.missing)
+                post("left")
+                until = time.monotonic() + SILENCE / 6
+                present = jax.process_count() - len(verdict.missing)
+                while is_first() and len(read_posts("left")) < present and time.monotonic() < until:
                     time.sleep(0.05)
         os._exit(verdict.status)
 
 
-def judged(
-    silent: dict[int, float], failures: dict[int, Any], failed_since: float | None
+def verdict_of(
+    silence: dict[int, float], failures: dict[int, Any], failed_since: float | None
 ) -> Verdict | None:
-    """How a run ends, or None if it goes on or it is too early to say.
+    """How a run ends; None if it goes on or it is too early to say.
 
-    `silent`: for each process, seconds since its last sign of life. `failures`: (text, status) of
-    those that reported an error, the first of them `failed_since` seconds ago. Where somebody is
-    missing, the errors of the others are taken for a consequence.
+    If a process is gone, failures of other processes are taken for a consequence of that.
+
+    Args:
+        silence: for each process, seconds since its last sign of life.
+        failures: (message, status) of each process that reported an error.
+        failed_since: seconds since the first of these reports; None if there is none.
     """
-    patience = SILENCE if failed_since is None else min(ROLL_CALL, SILENCE)
-    missing = [p for p, seconds in silent.items() if seconds > patience and p not in failures]
-    if missing:
-        text = "; ".join(_gone(process, silent[process]) for process in missing)
-        return Verdict(text, 1, True, missing)
+    patience = SILENCE if failed_since is None else min(SILENCE_AFTER_FAILURE, SILENCE)
+    silence = {process: s for process, s in silence.items() if process not in failures}
+    if missing := [process for process, seconds in silence.items() if seconds > patience]:
+        message = "; ".join(_gone(process, silence[process]) for process in missing)
+        return Verdict(message, 1, missing)
     if failed_since is None or failed_since < GRACE:
         return None
-    if any(seconds >= failed_since for p, seconds in silent.items() if p not in failures):
-        return None  # no sign of life since then
+    if any(seconds >= failed_since for seconds in silence.values()):
+        return None  # that process has given no sign of life since the failure: it may be the cause
     process = min(failures)
-    text, status = failures[process]
-    if text is not None and process != 0:
-        text = f"process {process}: {text}"
-    return Verdict(text, status, False, [])
+    message, status = failures[process]
+    if message is not None and process != 0:
+        message = f"process {process}: {message}"
+    return Verdict(message, status, [])
 
 
 def _gone(process: int, seconds: float) -> str:

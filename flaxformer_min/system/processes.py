@@ -1,9 +1,9 @@
-"""Several processes that train as one: how they find each other, what they tell each other.
+"""Several processes that train as one: how they find each other and how they exchange words.
 
-The numbers go through JAX's collectives, in programs over all devices. Words go through the
-key-value store of jax.distributed, which process 0 serves: it takes text of any length, and who
-waits there may wait for hours, where a collective gives up (on CPUs after half a minute). All of
-it is here, since JAX has no public name for that store. With one process nothing is sent.
+Arrays go through JAX's collectives, in programs over all devices. Text goes through the key-value
+store of jax.distributed, which process 0 serves: it takes text of any length, and a process may
+wait there for hours, whereas a collective gives up (on CPUs after half a minute). JAX has no public
+name for that store, so that all use of it is in this file. With one process nothing is sent.
 """
 
 import itertools
@@ -17,38 +17,42 @@ import jax
 from jax._src import clusters
 from jax._src import distributed as jax_distributed
 
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, first_line
 
 CLUSTERS = ("slurm", "gcetpu", "gketpu")  # in which JAX finds the other processes by itself
-NAMESPACE = "flaxformer_min"  # of our keys
+NAMESPACE = "flaxformer_min"  # of our keys in the store
 START = 240  # seconds within which all processes of a run have to be started
-# Seconds after which JAX gives up a silent process, in its own words: ending.py is to be earlier.
+# Seconds after which JAX ends a process that hears nothing; system/failures.py ends it earlier.
 HEARTBEAT = 240
 WEEK = 7 * 24 * 3600 * 1000  # milliseconds: longer than any preparation of a run
 
 T = TypeVar("T")
 
-_turns = itertools.count()
-_to_delete: list[str] = []
+_turns = itertools.count()  # the number of each exchange
+_to_delete: list[str] = []  # folders of exchanges that may not have been read by all yet
 
 
 def initialize(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Joins the other processes of a run; to be called before JAX is used for anything else.
+    """Joins the other processes of a run; has to be called before any other use of JAX.
 
-    `coordinator` is HOST:PORT, where process 0 listens. Without the three, a cluster that JAX knows
-    says where everybody is; elsewhere this process is the only one.
-    Raises UserError where the three do not fit together, or the others cannot be reached.
+    Args:
+        coordinator: HOST:PORT, where process 0 listens.
+        processes: how many processes there are.
+        process: the number of this one, from 0.
+
+    If all three are None, a cluster that JAX knows says where the processes are; elsewhere this
+    process is the only one.
+    Raises UserError if the three do not fit together, or the other processes cannot be reached.
     """
-    given = (coordinator, processes, process)
-    if any(value is None for value in given) and given != (None, None, None):
+    if coordinator is None and processes is None and process is None:
+        if _in_a_cluster():
+            _join()
+        return
+    if coordinator is None or processes is None or process is None:
         raise UserError(
             "--distributed.coordinator, --distributed.processes and --distributed.process belong "
             "together: give all three or none"
         )
-    if coordinator is None or processes is None or process is None:
-        if _in_a_cluster():
-            _join()
-        return
     if process >= processes:
         raise UserError(
             f"--distributed.process is {process}: with --distributed.processes {processes} it must "
@@ -58,7 +62,7 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(f"--distributed.coordinator is {coordinator}: it must be HOST:PORT")
     if process > 0:
-        _await(coordinator, host.strip("[]"), int(port))
+        _await_coordinator(host.strip("[]"), int(port), coordinator)
     _join(
         coordinator_address=coordinator,
         num_processes=processes,
@@ -67,8 +71,8 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
     )
 
 
-def _await(coordinator: str, host: str, port: int) -> None:
-    """Returns when process 0 listens; JAX, which would wait as long, aborts when it gives up."""
+def _await_coordinator(host: str, port: int, coordinator: str) -> None:
+    """Returns when process 0 listens; JAX would wait as long, but abort when it gives up."""
     until = time.monotonic() + START
     while True:
         try:
@@ -95,53 +99,53 @@ def _join(**where: Any) -> None:
     try:
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"cannot join the other processes of the run: {reason}") from error
+        raise UserError(
+            f"cannot join the other processes of the run: {first_line(error)}"
+        ) from error
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which does what only one may do."""
+    """Whether this is process 0, which does whatever only one process may do."""
     return jax.process_index() == 0
 
 
 def exchange(text: str | None = None) -> dict[int, str]:
-    """What each process gave in this call, without those that gave None; waits for all.
+    """Gives a text to all processes and returns the texts of all, by the number of the process.
 
-    All processes make the same calls in the same order.
+    A process that gives None is left out. Waits until every process has called; all processes have
+    to make the same calls in the same order.
     """
     if jax.process_count() == 1:
         return {} if text is None else {0: text}
-    folder = f"{NAMESPACE}/gathered/{next(_turns)}/"
+    folder = f"{NAMESPACE}/exchange/{next(_turns)}/"
     if text is not None:
-        client().key_value_set(f"{folder}{jax.process_index()}", text)
-    client().wait_at_barrier(f"{NAMESPACE}/gathered", WEEK)
-    if is_first():  # all have read what was gathered before
-        while _to_delete:
-            client().key_value_delete(_to_delete.pop())
-    found = {
-        int(key.rpartition("/")[2]): value for key, value in client().key_value_dir_get(folder)
-    }
-    if found:
+        _write(folder, text)
+    _store().wait_at_barrier(f"{NAMESPACE}/exchange", WEEK)
+    while is_first() and _to_delete:  # a process that is here has read all earlier exchanges
+        _store().key_value_delete(_to_delete.pop())
+    texts = _read(folder)
+    if texts:
         _to_delete.append(folder)
-    return found
+    return texts
 
 
 def on_first(work: Callable[[], T]) -> T | None:
-    """What `work` returns, in process 0; None in the others, which wait until it is done."""
+    """Calls `work` in process 0 and returns its result there; the others wait and return None."""
     result = work() if is_first() else None
     exchange()
     return result
 
 
 def broadcast(work: Callable[[], T]) -> T:
-    """What `work` returns in process 0, in every process; JSON types only."""
+    """Calls `work` in process 0 and returns its result, of JSON types, in every process."""
     return json.loads(exchange(json.dumps(work()) if is_first() else None)[0])
 
 
 def compiled_together(function: Any) -> Callable[..., Any]:
-    """A jitted function of (state, batch, ...); processes meet when all have compiled a shape.
+    """Makes a jitted function of (state, batch, ...) wait until all processes have compiled it.
 
-    Otherwise one that compiles longer than another could keep it waiting in a collective.
+    It waits once for each shape of the batch. Otherwise a process that compiles longer than another
+    could keep that one waiting in a collective, which gives up.
     """
     shapes: set[Any] = set()
 
@@ -156,20 +160,28 @@ def compiled_together(function: Any) -> Callable[..., Any]:
     return call
 
 
-def post(key: str, text: str = "") -> None:
-    """Leaves a word for all, who look for it with `posted`."""
+def post(topic: str, text: str = "") -> None:
+    """Publishes this process's text on a topic, in place of its earlier one; waits for nobody."""
     if jax.process_count() > 1:
-        client().key_value_set(f"{NAMESPACE}/posted/{key}", text, allow_overwrite=True)
+        _write(f"{NAMESPACE}/posted/{topic}/", text)
 
 
-def posted(folder: str) -> dict[str, str]:
-    """What was posted under FOLDER/NAME up to now, by NAME; does not wait."""
-    if jax.process_count() == 1:
-        return {}
-    found = client().key_value_dir_get(f"{NAMESPACE}/posted/{folder}/")
-    return {key.rpartition("/")[2]: text for key, text in found}
+def read_posts(topic: str) -> dict[int, str]:
+    """The texts on a topic up to now, by the number of the process; waits for nobody."""
+    return _read(f"{NAMESPACE}/posted/{topic}/") if jax.process_count() > 1 else {}
 
 
-def client() -> Any:
+def _write(folder: str, text: str) -> None:
+    """Stores a text under FOLDER/NUMBER, the number of this process."""
+    _store().key_value_set(f"{folder}{jax.process_index()}", text, allow_overwrite=True)
+
+
+def _read(folder: str) -> dict[int, str]:
+    """The texts under FOLDER/NUMBER, by number."""
+    found = _store().key_value_dir_get(folder)
+    return {int(key.rpartition("/")[2]): text for key, text in found}
+
+
+def _store() -> Any:
     """The connection to the key-value store."""
     return jax_distributed.global_state.client

@@ -31,7 +31,7 @@ class CheckpointError(Exception):
 def checkpoint_errors(path: Path, problem: str) -> Generator[None, None, None]:
     """A context whose errors become a CheckpointError naming the path, the problem and its cause.
 
-    The cause is the first in the chain of errors.
+    The cause is the first in the chain of errors, with its class unless its text is for the user.
     """
     try:
         yield
@@ -39,8 +39,8 @@ def checkpoint_errors(path: Path, problem: str) -> Generator[None, None, None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = f"{type(cause).__name__}: {first_line(cause)}"
-        raise CheckpointError(f"{path}: {problem}: {reason}") from error
+        kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__}: "
+        raise CheckpointError(f"{path}: {problem}: {kind}{first_line(cause)}") from error
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.log import MetricsLog, QuietLog
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer, make_schedule
+from flaxformer_min.training.prepared_data import Data, prepare_data
 from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.sharding import (
     abstract,
@@ -40,7 +41,7 @@ from flaxformer_min.training.sharding import (
 from flaxformer_min.training.state import Metrics, TrainState, init_state, state_shapes
 from flaxformer_min.training.step import make_train_step
 from flaxformer_min.training.validation import GivenUp, Validation
-from flaxformer_min.training.workdir import Data, cache_programs, hold, shared_data, write_config
+from flaxformer_min.training.workdir import cache_programs, hold, write_config
 
 
 def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
@@ -54,8 +55,8 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     """
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
-    with StopRequest() as stop, hold(workdir):
-        data = shared_data(config, workdir)
+    with StopRequest() as stop, hold(workdir, config):
+        data = prepare_data(config, workdir)
         cache_programs(workdir)
         with Checkpoints(workdir, config, data.tokenizer) as checkpoints:
             at = saved_position(checkpoints)

@@ -1,0 +1,150 @@
+"""The tokenizer and the encoded corpora of a run, made before step 1 and opened by every process.
+
+A run that resumes must find those that it was trained with: corpus.json has their digests.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import sentencepiece
+
+from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.config import Config, DataConfig
+from flaxformer_min.data.batching import BatchPlan
+from flaxformer_min.data.corpus import EncodedCorpus, open_split, own_cache, prepare_split
+from flaxformer_min.data.sources import open_sources
+from flaxformer_min.data.tokenizer import Tokenizer, prepare_tokenizer
+from flaxformer_min.errors import UserError
+from flaxformer_min.system.files import replace_file
+from flaxformer_min.system.processes import broadcast
+from flaxformer_min.training.workdir import CACHE, CORPUS, TOKENIZER, resumes
+
+DIGEST_SIZE = hashlib.sha256().digest_size
+
+
+class Data(NamedTuple):
+    """The tokenizer and corpora of a run, and the plan of its batches."""
+
+    tokenizer: Tokenizer
+    train: EncodedCorpus
+    validation: EncodedCorpus
+    plan: BatchPlan
+
+
+def prepare_data(config: Config, workdir: Path) -> Data:
+    """Process 0 prepares the data in a workdir that is held; then every process opens it.
+
+    Raises UserError if a run that resumes would train on another corpus or tokenizer than before,
+    or if this process does not see the files of process 0.
+    """
+    digests = broadcast(lambda: _prepare(config, workdir))
+    try:
+        tokenizer = _open_tokenizer(workdir, digests["tokenizer"])
+        train, validation = (
+            open_split(workdir / CACHE, digests[split], tokenizer)
+            for split in ("train", "validation")
+        )
+    except (OSError, UserError) as error:
+        raise UserError(
+            f"--workdir {workdir}: must be on a disk that all processes share: {error}"
+        ) from error
+    return Data(tokenizer, train, validation, BatchPlan(train.lengths, config.data))
+
+
+def _prepare(config: Config, workdir: Path) -> dict[str, str]:
+    """Writes tokenizer.model, the cache and corpus.json; returns the digests in corpus.json."""
+    data, cache = config.data, workdir / CACHE
+    before = _digests(workdir) if resumes(workdir) else {}
+    tokenizer = _prepare_tokenizer(config, workdir, before)
+    _, train = prepare_split(data, data.train, tokenizer, cache)
+    if before and before["train"] != train["digest"]:
+        raise UserError(f"data.train: {workdir} was trained on other text; use a new --workdir")
+    _, validation = prepare_split(data, data.validation, tokenizer, cache, keep_all=True)
+    report = {"tokenizer": tokenizer.sha256, "train": train, "validation": validation}
+    replace_file(workdir / CORPUS, (json.dumps(report, indent=2) + "\n").encode())
+    return _digests(workdir)
+
+
+def _digests(workdir: Path) -> dict[str, str]:
+    """The digests of "tokenizer", "train" and "validation" that are in corpus.json."""
+    path = workdir / CORPUS
+    try:
+        report = json.loads(path.read_bytes())
+        splits = {split: report[split]["digest"] for split in ("train", "validation")}
+        return {"tokenizer": report["tokenizer"], **splits}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error!r:.80}), so nothing says what the run was trained on; "
+            "put it back or use a new --workdir"
+        ) from None
+
+
+def _prepare_tokenizer(config: Config, workdir: Path, before: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer of the workdir, checked if the run resumes, chosen and put there if not.
+
+    `before` are the digests with which the run was trained, empty at its start.
+    """
+    start_from = config.train.initialize_from
+    if before:
+        tokenizer = _open_tokenizer(workdir, before["tokenizer"])
+        _refuse_other_than(tokenizer, config.data, str(workdir))
+        return tokenizer
+    if start_from is None:
+        tokenizer = _configured_tokenizer(config.data, workdir / CACHE)
+    else:  # the weights were trained with the ids of this one
+        tokenizer = load_for_inference(start_from).tokenizer
+        _refuse_other_than(tokenizer, config.data, f"{start_from} (train.initialize_from)")
+    replace_file(workdir / TOKENIZER, tokenizer.model_bytes)
+    return tokenizer
+
+
+def _open_tokenizer(workdir: Path, sha256: str) -> Tokenizer:
+    """The tokenizer of the workdir; raises UserError if it has another digest."""
+    path = workdir / TOKENIZER
+    found = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(found).hexdigest() != sha256:  # compared before any parser sees the file
+        raise UserError(f"{path}: not this run's any more; every checkpoint has a copy of it")
+    return Tokenizer(found)
+
+
+def _refuse_other_than(tokenizer: Tokenizer, data: DataConfig, owner: str) -> None:
+    """Raises UserError if the config asks for another tokenizer than this, the `owner`'s."""
+    if data.vocab_size != tokenizer.vocab_size:
+        raise UserError(
+            f"data.vocab_size is {data.vocab_size}, but the tokenizer of {owner} has "
+            f"{tokenizer.vocab_size} ids"
+        )
+    if data.tokenizer and prepare_tokenizer(data, ()).sha256 != tokenizer.sha256:
+        raise UserError(f"data.tokenizer is another than that of {owner}; leave it out")
+
+
+def _configured_tokenizer(data: DataConfig, cache: Path) -> Tokenizer:
+    """The tokenizer in the file of `data.tokenizer`, or else one trained on the text.
+
+    A trained one is kept in the cache, as the model followed by its SHA-256, for later starts on
+    the same text with the same config.
+    """
+    if data.tokenizer:
+        return prepare_tokenizer(data, ())
+    sources = open_sources(data, data.train)
+    digests = [source.digest for source in sources]
+    key = json.dumps([sentencepiece.__version__, digests, dataclasses.asdict(data)])
+    path = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.tokenizer"
+    with own_cache(cache):
+        kept = path.read_bytes() if path.is_file() else b""
+        model, digest = kept[:-DIGEST_SIZE], kept[-DIGEST_SIZE:]
+        if hashlib.sha256(model).digest() == digest:
+            return Tokenizer(model)
+        if sys.stderr.isatty():
+            print("training the tokenizer ...", file=sys.stderr)
+        pairs = itertools.chain.from_iterable(source.pairs() for source in sources)
+        tokenizer = prepare_tokenizer(data, itertools.chain.from_iterable(pairs))
+        model = tokenizer.model_bytes
+        replace_file(path, model + hashlib.sha256(model).digest())
+        return tokenizer
