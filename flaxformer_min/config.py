@@ -5,7 +5,6 @@ as JSON, from which later commands read it back.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import operator
@@ -15,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, first_line, nearest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,7 @@ def config_from_json(text: str) -> Config:
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the config is not JSON: {str(error).splitlines()[0]}") from error
+        raise UserError(f"the config is not JSON: {first_line(error)}") from error
     config = typed(Config, tree, "")
     validate(config)
     return config
@@ -343,9 +342,4 @@ def described(kind: Any) -> str:
 
 def meant(key: str) -> str:
     """The field whose name is nearest to a misspelt one, by the whole name and its last part."""
-
-    def likeness(name: str) -> float:
-        pairs = (key, name), (key.split(".")[-1], name.split(".")[-1])
-        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    return f"did you mean {max(FIELD_TYPES, key=likeness)}?"
+    return f"did you mean {nearest(key, FIELD_TYPES)}?"

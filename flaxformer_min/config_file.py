@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from flaxformer_min.config import FIELD_TYPES, Config, described, meant, typed, validate
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, first_line
 
 
 def load_config(spec: str, overrides: list[str]) -> Config:
@@ -83,9 +83,8 @@ def _users_code(path: Path) -> Generator[None]:
     except UserError:
         raise
     except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        message = f"{path}{_line_of(error, path)}: {type(error).__name__}: {first_line}"
-        raise UserError(message) from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{path}{_line_of(error, path)}: {reason}") from error
     finally:
         sys.path.remove(str(path.parent))
 

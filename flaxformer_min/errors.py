@@ -1,4 +1,7 @@
-"""The one exception that means: the user can mend this."""
+"""The user's mistakes: the exception that stands for them, and the words that explain them."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -6,3 +9,28 @@ class UserError(Exception):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that a misspelt `name` most likely stands for.
+
+    Names are compared whole, by what follows their last dot (so that "dropout" finds
+    "model.dropout") and by their letters in alphabetical order (so that "en-de" finds "de-en").
+    `known` must not be empty.
+    """
+
+    def likeness(other: str) -> float:
+        whole = _ratio(name, other)
+        last_part = _ratio(name.split(".")[-1], other.split(".")[-1])
+        return whole + last_part + _ratio(sorted(name), sorted(other))
+
+    return max(known, key=likeness)
+
+
+def _ratio(one: str | list[str], other: str | list[str]) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; the name of its class if it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

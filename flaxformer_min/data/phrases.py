@@ -13,7 +13,6 @@ styles share ("May 3, 2026" is both the long and the medium date) is translated 
 (`split_of`); candidates are drawn until one belongs to the split asked for.
 """
 
-import difflib
 import functools
 import hashlib
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from babel import Locale, UnknownLocaleError, localedata
 
 from flaxformer_min.data.cldr import CATEGORIES, Category, Dice
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, nearest
 
 SPLITS = ("train", "validation", "test")
 _HELD_OUT_SHARE = 64  # one source text in 64 is a test source, another one a validation source
@@ -81,6 +80,5 @@ def _locale(name: str) -> Locale:
     try:
         return Locale.parse(name.replace("-", "_"))
     except (UnknownLocaleError, ValueError):
-        known = localedata.locale_identifiers()
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise UserError(f"unknown locale {name!r}: did you mean {nearest!r}?") from None
+        locale = nearest(name, localedata.locale_identifiers())
+        raise UserError(f"unknown locale {name!r}: did you mean {locale!r}?") from None

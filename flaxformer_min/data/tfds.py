@@ -5,7 +5,6 @@ prepared as tfrecord, its default, are read here.
 """
 
 import contextlib
-import difflib
 import fcntl
 import hashlib
 import importlib.util
@@ -17,7 +16,7 @@ import struct
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +26,7 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.core.download import extractor
 
 from flaxformer_min.config import DataConfig
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, nearest
 
 AT_ONCE = 1024  # examples; array_record is many times faster than one by one
 HASHED_EXAMPLES = 16  # of each file
@@ -221,7 +220,8 @@ def _unknown_dataset(name: str, folder: str | None) -> str:
     known = [tfds.core.naming.camelcase_to_snakecase(key) for key in classes]
     return (
         f"tfds:{name}: no such dataset in TFDS, and none prepared in "
-        f"{folder or tfds.core.constants.DATA_DIR}; {_meant(name.partition('/')[0], known)}"
+        f"{folder or tfds.core.constants.DATA_DIR}; "
+        f"did you mean {nearest(name.partition('/')[0], known)}?"
     )
 
 
@@ -233,17 +233,8 @@ def _unknown_config(name: str, error: Exception) -> str:
         known = []
     if not known or config.partition(":")[0] in known:
         return f"tfds:{name}: {_one_line(error)}"
-    return f"tfds:{name}: {dataset} has no config {config!r}; {_meant(config, known)}"
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """The nearest name by its letters and their order, so that "en-de" finds "de-en"."""
-
-    def likeness(other: str) -> float:
-        pairs = (name, other), (sorted(name), sorted(other))
-        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    return f"did you mean {max(known, key=likeness)}?"
+    meant = nearest(config, known)
+    return f"tfds:{name}: {dataset} has no config {config!r}; did you mean {meant}?"
 
 
 def _one_line(error: Exception) -> str:
