@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config, config_from_json, config_to_json
 from flaxformer_min.data.tokenizer import Tokenizer
@@ -179,16 +180,6 @@ def difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
         if (one := kind(left, name)) != (other := kind(right, name)):
             return f"{name} is {one} there and {other} here"
     return None
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves in jax.tree order by their paths: params/encoder/0/..., opt_state/0/mu/...
-
-    The names do not depend on the classes that hold the leaves. A number in the path of a parameter
-    is a place in a list.
-    """
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
