@@ -11,14 +11,7 @@ from flaxformer_min.data.batch import Bucket
 from flaxformer_min.planning.chips import GIB, Chip
 from flaxformer_min.planning.hlo import Collective
 
-MEMORY_KINDS = (
-    "parameters",
-    "optimizer",
-    "other arguments",
-    "results",
-    "temporaries",
-    "code",
-)
+MEMORY_KINDS = ("parameters", "optimizer", "other arguments", "results", "temporaries", "code")
 COLUMNS = (
     "rows x S x T",
     "share",
