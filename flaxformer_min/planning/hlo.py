@@ -50,7 +50,7 @@ KINDS = (  # opcodes of collectives
 CONTROL = ("while", "conditional", "call")  # a note of these does not cover what they call
 RUNS_ONCE = ("fusion", "async")  # like CONTROL; other opcodes repeat for every element
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _CALLED = re.compile(
     r"\b(?:condition|body|to_apply|calls|select|scatter"

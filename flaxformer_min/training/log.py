@@ -112,13 +112,8 @@ class MetricsLog(QuietLog):
         _drop_later_lines(self._path, cursor)
         self._file = self._path.open("a", encoding="utf-8")
         self._events = Events(workdir / "tensorboard", cursor.step)
-        self._terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=steps,
-            initial=cursor.step,
-            unit=" steps",
-            disable=not self._terminal,
-            smoothing=0.05,
+        self._bar = tqdm(  # disable=None shows it on a terminal only
+            total=steps, initial=cursor.step, unit=" steps", disable=None, smoothing=0.05
         )
         self._schedule = jax.jit(schedule)
         self.restart_clock()
@@ -171,7 +166,7 @@ class MetricsLog(QuietLog):
         text = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
-        if not self._terminal and step % LINES_EVERY == 0:
+        if self._bar.disable and step % LINES_EVERY == 0:
             self.say(f"step {step}/{self._bar.total}: {text}")
 
     def _record(self, step: int, values: Mapping[str, Any]) -> None:

@@ -24,21 +24,12 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters, split_model
 from flaxformer_min.system.processes import compiled_together, is_first
 from flaxformer_min.system.signals import AgreedStop, StopRequest
+from flaxformer_min.training import sharding
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.log import MetricsLog, QuietLog
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer, make_schedule
 from flaxformer_min.training.profiler import Profiler
-from flaxformer_min.training.sharding import (
-    abstract,
-    abstract_rows,
-    check_mesh,
-    make_mesh,
-    place_rows,
-    place_whole,
-    rows_here,
-    shardings,
-)
 from flaxformer_min.training.state import Metrics, TrainState, init_state, state_shapes
 from flaxformer_min.training.step import make_train_step
 from flaxformer_min.training.validation import GivenUp, Validation
@@ -54,8 +45,8 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     CheckpointError if saving fails, OSError if other writing does, and FloatingPointError if too
     many steps in a row are not finite.
     """
-    mesh = make_mesh(config.mesh)
-    check_mesh(config, mesh)
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check_mesh(config, mesh)
     with StopRequest() as stop, hold(workdir):
         data = shared_data(config, workdir)
         cache_programs(workdir)
@@ -137,17 +128,13 @@ class Trainer:
             config, tokenizer, data.validation, graphdef, mesh, self._translate
         )
 
-    def compile_ahead(self, step: int) -> Future[None]:
+    def compile_ahead(self, step: int) -> Future[jax.stages.Compiled]:
         """Begins to compile, in a thread, the training step for the batch after `step` steps."""
         bucket, _ = self.data.plan.batch_ids(step)
-        batch: Any = abstract_rows(self.mesh, *self.data.plan.buckets[bucket])
-        state = abstract(self.mesh, self.shapes)
-
-        def compile_it() -> None:
-            self._program.lower(state, Batch(*batch), self._root_key).compile()
-
+        sides: Any = sharding.abstract_rows(self.mesh, *self.data.plan.buckets[bucket])
+        arguments = sharding.abstract(self.mesh, self.shapes), Batch(*sides), self._root_key
         thread = ThreadPoolExecutor(1)
-        compiling = thread.submit(compile_it)
+        compiling = thread.submit(lambda: self._program.lower(*arguments).compile())
         thread.shutdown(wait=False)
         return compiling
 
@@ -156,18 +143,20 @@ class Trainer:
 
         Its weights are drawn, or those of the checkpoint `train.initialize_from`.
         """
-        folder, like = self.config.train.initialize_from, self.shapes
-        weights = None if folder is None else _weights_of(folder, like.params)
-        state = jax.jit(self._init, out_shardings=shardings(self.mesh, like))()
+        folder, seed = self.config.train.initialize_from, self.config.train.seed
+        weights = None if folder is None else _weights_of(folder, self.shapes.params)
+        model, vocab_size = self.config.model, self.data.tokenizer.vocab_size
+        draw = functools.partial(init_state, model, vocab_size, self.optimizer, seed)
+        state = jax.jit(draw, out_shardings=sharding.shardings(self.mesh, self.shapes))()
         _say(f"{count_parameters(state.params):,} parameters")
         if weights is None:
             return state
-        return state._replace(params=place_whole(self.mesh, weights))
+        return state._replace(params=sharding.place_whole(self.mesh, weights))
 
     def saved_state(self, checkpoints: Checkpoints, step: int) -> TrainState:
         """The state after `step` steps, as it was saved."""
         _say(f"resuming from step {step}")
-        return checkpoints.restore(step, abstract(self.mesh, self.shapes))
+        return checkpoints.restore(step, sharding.abstract(self.mesh, self.shapes))
 
     def open_log(self, workdir: Path, cursor: Cursor) -> QuietLog:
         """The log of the run from a cursor on; only that of process 0 is written."""
@@ -186,13 +175,11 @@ class Trainer:
 
         They are made in a thread, which ends when this generator is closed.
         """
-        data, rows_of = self.data, functools.partial(rows_here, self.mesh)
+        data, rows_of = self.data, functools.partial(sharding.rows_here, self.mesh)
         batches = batch_iterator(data.plan, data.train, data.tokenizer.pad_id, start, rows_of)
-        try:
+        with contextlib.closing(batches):
             for batch in batches:
-                yield place_rows(self.mesh, batch)
-        finally:
-            batches.close()
+                yield sharding.place_rows(self.mesh, batch)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The next state and the metrics of the step; the old state's buffers are reused."""
@@ -219,10 +206,6 @@ class Trainer:
                 state, metrics = self.step(state, next(batches))
                 cursor = cursor.after_step()
                 run.log.push(cursor.step, metrics)
-
-    def _init(self) -> TrainState:
-        config, vocab_size = self.config, self.data.tokenizer.vocab_size
-        return init_state(config.model, vocab_size, self.optimizer, config.train.seed)
 
     def _evaluate(self, params: Params, cursor: Cursor, run: Run) -> Cursor:
         """The cursor after the evaluation; unchanged if a stop was asked for during it."""

@@ -183,8 +183,8 @@ _gather_leaf.defvjp(_gather_leaf_forward, _gather_leaf_backward)
 
 def abstract(mesh: Mesh, tree: Any) -> Any:
     """The tree with a jax.ShapeDtypeStruct for every leaf, which carries the sharding by RULES."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-        shardings(mesh, tree),
-    )
+
+    def shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree, shardings(mesh, tree))
