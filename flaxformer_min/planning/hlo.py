@@ -8,11 +8,13 @@ of instructions; an instruction can call other computations:
     conditional              the dearest branch: most cycles, then most bytes exchanged
     call, fusion,            the computation, once
     async-start
-    reduce, sort, map ...    a small computation for every element
+    reduce, sort, map ...    a small computation, for every element
 
-On TPUs the compiler notes on many instructions how many cycles it expects them to take. The note of
-an instruction covers all that the instruction calls, so what is called counts only where there is
-no note. Loops, conditionals and calls are the exception: both count. A note of 0 is none.
+On TPUs the compiler notes on many instructions how many cycles it expects them to take; 0 stands
+for no note. The note of an instruction covers the computations that it calls, so that these count
+only where there is no note. Loops, conditionals and calls are the exception: there both count. A
+small computation that has notes must be called by an instruction with a note, because nothing says
+how often it runs.
 """
 
 import dataclasses
@@ -47,8 +49,10 @@ KINDS = (  # opcodes of collectives
     "ragged-all-to-all",
     "collective-permute",
 )
-CONTROL = ("while", "conditional", "call")  # a note of these does not cover what they call
-RUNS_ONCE = ("fusion", "async")  # like CONTROL; other opcodes repeat for every element
+# Opcodes whose note does not cover the computations that they call; then opcodes whose note does,
+# and which run these once. All others run them for every element.
+CONTROL = ("while", "conditional", "call")
+RUN_ONCE = ("fusion", "async")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -62,7 +66,7 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)[a-z0-9]*\[([\d,]*)\]")
 
 
 class _Instruction(NamedTuple):
-    """One line of a computation: NAME = RESULT OPCODE[-start](OPERANDS), attributes."""
+    """One line of a computation: NAME = RESULT OPCODE[-start](OPERANDS), ATTRIBUTES."""
 
     name: str
     result: str  # its type: one array or several
@@ -88,7 +92,7 @@ def read(text: str) -> Program:
 
 
 class _Reader:
-    """The computations of a text by name, and which of them have been counted."""
+    """The computations of a text by name, and the names of those that have been counted."""
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[_Instruction]] = {}
@@ -98,7 +102,7 @@ class _Reader:
             if head := _COMPUTATION.match(line):
                 instructions = self.computations[head[2]] = []
                 self.entry = head[2] if head[1] else self.entry
-            elif " = " in line or "estimated_cycles" in line:
+            elif line.startswith(" ") or "estimated_cycles" in line:
                 instructions.append(_parse(line))
 
     def run(self, name: str) -> Program:
@@ -110,18 +114,15 @@ class _Reader:
 
     def _run_instruction(self, instruction: _Instruction, results: dict[str, str]) -> Program:
         """One run of an instruction in a computation whose instructions give `results`."""
-        inside, opcode, cycles = (
-            self._run_called(instruction),
-            instruction.opcode,
-            instruction.cycles,
-        )
+        inside = self._run_called(instruction)
+        opcode, cycles = instruction.opcode, instruction.cycles
         if opcode in KINDS:
             return Program([_collective(instruction, results)], 0)
         if opcode.removesuffix("-done") in KINDS:
             return Program([], 0)
         if opcode in CONTROL:
             return Program(inside.collectives, cycles + inside.cycles)
-        assert cycles or opcode in RUNS_ONCE or not inside.cycles, (
+        assert cycles or opcode in RUN_ONCE or not inside.cycles, (
             f"{instruction.name} has no estimate and repeats {', '.join(instruction.called)}, "
             "which have: nothing says how often"
         )
@@ -155,20 +156,14 @@ def _parse(line: str) -> _Instruction:
     assert found is not None, f"not an instruction: {line}"
     name, result, opcode, rest = found.groups()
     attributes = re.split(r", (?:metadata|backend_config)=", rest)[0]
-    called = " ".join(_CALLED.findall(attributes))
+    operands = re.findall(r"%([\w.\-]+)", attributes.partition(")")[0])
+    called = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(attributes)))
     if opcode.endswith(("-done", "-update")):  # it can name again what its -start has called
-        called = ""
+        called = []
     noted = _CYCLES.search(line)
-    return _Instruction(
-        name,
-        result,
-        opcode.removesuffix("-start"),
-        opcode.endswith("-start"),
-        re.findall(r"%([\w.\-]+)", attributes.partition(")")[0]),
-        re.findall(r"[\w.\-]+", called),
-        int(noted[1]) if noted else 0,
-        line,
-    )
+    cycles = int(noted[1]) if noted else 0
+    starts, opcode = opcode.endswith("-start"), opcode.removesuffix("-start")
+    return _Instruction(name, result, opcode, starts, operands, called, cycles, line)
 
 
 def _sum(programs: Iterable[Program]) -> Program:
