@@ -58,7 +58,7 @@ RECORD = {"bleu": {"score": 3.0}, "validation_loss": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("step", "evaluation", "due", "regular", "over"),
+    ("step", "evaluation", "due", "checkpoint_due", "over"),
     [
         (0, None, False, True, False),
         (7, None, False, False, False),
@@ -71,24 +71,26 @@ RECORD = {"bleu": {"score": 3.0}, "validation_loss": 1.0}
         (80, RECORD, False, True, True),
     ],
 )
-def test_what_is_due_at_a_step(step, evaluation, due, regular, over):
-    at = Cursor(step, evaluation=evaluation)
-    assert (at.evaluation_due(TRAIN), at.regular(TRAIN), at.over(TRAIN)) == (due, regular, over)
+def test_what_is_due_at_a_step(step, evaluation, due, checkpoint_due, over):
+    cursor = Cursor(step, evaluation=evaluation)
+    assert cursor.evaluation_due(TRAIN) == due
+    assert cursor.checkpoint_due(TRAIN) == checkpoint_due
+    assert cursor.over(TRAIN) == over
 
 
-def test_a_position_counts_its_evaluations_and_steps():
-    at = Cursor().next()
-    assert at == Cursor(1, Progress(), None, saved=False)
-    at = Cursor(30).evaluated(RECORD, TRAIN)
-    assert at == Cursor(30, Progress(3.0, 30, 0), RECORD, saved=False)
-    assert at.next() == Cursor(31, Progress(3.0, 30, 0), None, saved=False)
+def test_a_cursor_counts_its_evaluations_and_steps():
+    cursor = Cursor().after_step()
+    assert cursor == Cursor(1, Progress(), None, saved=False)
+    cursor = Cursor(30).after_evaluation(RECORD, TRAIN)
+    assert cursor == Cursor(30, Progress(3.0, 30, 0), RECORD, saved=False)
+    assert cursor.after_step() == Cursor(31, Progress(3.0, 30, 0), None, saved=False)
     for step in (60, 61):
-        assert not at.over(TRAIN)
-        at = Cursor(step, at.progress).evaluated(RECORD, TRAIN)
-    assert at.over(TRAIN)
-    assert not at.over(dataclasses.replace(TRAIN, patience=None))
+        assert not cursor.over(TRAIN)
+        cursor = Cursor(step, cursor.progress).after_evaluation(RECORD, TRAIN)
+    assert cursor.over(TRAIN)
+    assert not cursor.over(dataclasses.replace(TRAIN, patience=None))
 
 
-def test_a_position_ranks_by_the_metric_of_the_config():
+def test_a_cursor_ranks_by_the_metric_of_the_config():
     by_loss = dataclasses.replace(TRAIN, best_metric="loss")
-    assert Cursor(30).evaluated(RECORD, by_loss).progress == Progress(-1.0, 30, 0)
+    assert Cursor(30).after_evaluation(RECORD, by_loss).progress == Progress(-1.0, 30, 0)

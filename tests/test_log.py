@@ -126,7 +126,7 @@ class Loss(NamedTuple):
 @pytest.mark.parametrize("returns_at_once", [True, False])
 def test_a_rate_is_that_of_the_step_itself(tmp_path, monkeypatch, returns_at_once):
     """Whether the device works in the background or the call of a step returns at its end."""
-    clock, ends = Clock(), (2, 5, 11)
+    clock, ends = Clock(), (2.0, 5.0, 11.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     log = open_log(tmp_path)
     for step, end in enumerate(ends, 1):

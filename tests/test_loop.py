@@ -369,5 +369,5 @@ def test_a_trace_begins_after_ten_steps_where_there_are_so_many(
     for step in range(start, end):
         profiler.before(step, None)
         found += [step] * len(running)
-    profiler.stop()
+    profiler.close()
     assert (found, running) == (traced, [])

@@ -1,4 +1,4 @@
-"""plan: what is read from compiled programs, FLOPs by formula, and the verdict."""
+"""plan: FLOPs by formula, the shapes of the batches, and the verdict."""
 
 import dataclasses
 import importlib.util
@@ -13,73 +13,10 @@ from flaxformer_min.cli import main
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.data.batch import Bucket
 from flaxformer_min.errors import UserError
-from flaxformer_min.planning import hlo, plan
+from flaxformer_min.planning import plan
 from flaxformer_min.planning.chips import CHIPS
 from flaxformer_min.planning.report import to_json, to_text
 from flaxformer_min.training.sharding import make_mesh
-
-# As TPUs' and CPUs' programs are written: a loop in a loop, one whose bound is known and one whose
-# bound stands in its condition; collectives that start and end, and one inside a fusion.
-PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
-
-%inner_condition (p.0: (s32[])) -> pred[] {
-  %bound = s32[]{:T(128)} constant(5)
-  ROOT %less = pred[] compare(%gte, %bound), direction=LT
-}
-
-%inner (p.1: (s32[])) -> (s32[]) {
-  %all-reduce.1 = (f32[3,7]{1,0:T(8,128)}, bf16[11]{0}) all-reduce(%a, %b), to_apply=%add
-  %work = f32[2]{0} fusion(%a), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"10"}
-}
-
-%fused (p.2: f32[2]) -> f32[2] {
-  %part = f32[2]{0} add(%p.2, %p.2), backend_config={"estimated_cycles":"999"}
-}
-
-%scatter (p.3: f32[64]) -> f32[8] {
-  %all-reduce.2 = f32[64]{0} all-reduce(%p.3), channel_id=2, to_apply=%add
-}
-
-%outer (p.4: (s32[])) -> (s32[]) {
-  %while.1 = (s32[]) while(%t), condition=%inner_condition, body=%inner
-}
-
-%outer_condition (p.5: (s32[])) -> pred[] {
-  ROOT %less = pred[] compare(%a, %b), direction=LT
-}
-
-ENTRY %main (p.6: f32[2]) -> f32[] {
-  %while.2 = (s32[]) while(%t), condition=%outer_condition, body=%outer,"known_trip_count":{"n":"3"}
-  %ag = (f32[2,16]{1,0}, f32[8,16]{1,0}, u32[]) all-gather-start(%p.6), m={op_name="jit(a)/b"}
-  %ag.done = f32[8,16]{1,0} all-gather-done(%ag)
-  %rs = f32[8]{0} fusion(%p.6), kind=kCustom, calls=%scatter, x={"estimated_cycles":"7"}
-}
-"""
-
-
-def test_loops_count_as_often_as_they_turn_and_fusions_once():
-    program = hlo.read(PROGRAM)
-    assert program.cycles == 3 * 5 * 10 + 7
-    found = [(one.kind, one.bytes, one.trips) for one in program.collectives]
-    assert found == [
-        ("all-reduce", 4 * 3 * 7 + 2 * 11, 15),
-        ("all-gather", 4 * 8 * 16, 1),
-        ("reduce-scatter", 4 * 64, 1),
-    ]
-    assert program.collectives[1].source == "jit(a)/b"
-
-
-def test_a_real_program_of_eight_devices_is_read():
-    mesh = make_mesh(tiny_config.get_config(".").mesh)
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-
-    def total(x):
-        return jax.lax.scan(lambda sum, part: (sum + (x * part).sum(), None), 0.0, x[0, :3])[0]
-
-    x = jax.ShapeDtypeStruct((16, 5), "float32", sharding=rows)
-    found = hlo.read(jax.jit(total).lower(x).compile().as_text()).collectives
-    assert sum(one.trips for one in found if one.kind == "all-reduce") in (3, 4)
-
 
 # FLOPs
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from flaxformer_min.checkpoints.leaves import named_leaves, nested
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_from_json, config_to_json, typed
@@ -117,7 +118,7 @@ def read_checkpoint(folder: Path) -> Loaded:
     stored = _stored_shapes(folder).get("params", {})
     like = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
     params = _read_arrays(folder, {"params": like})["params"]
-    tree = _nested({name: np.asarray(leaf, np.float32) for name, leaf in params.items()})
+    tree = nested({name: np.asarray(leaf, np.float32) for name, leaf in params.items()})
     return Loaded(config, tokenizer, tree["params"], meta.step)
 
 
@@ -149,41 +150,6 @@ def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
         if (one := described(there, name)) != (other := described(here, name)):
             return f"{name} is {one} there and {other} here"
     return None
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves in jax.tree order by their paths: params/encoder/0/..., opt_state/0/mu/...
-
-    The names do not depend on the classes that hold the leaves. A component of digits is always a
-    number, such as the place of a layer in a list, and never a name, so that the path can be read
-    back.
-    """
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {"/".join(map(_component, path)): leaf for path, leaf in paths}
-
-
-def _component(key: Any) -> str:
-    """One component of a leaf's path."""
-    text = jax.tree_util.keystr((key,), simple=True)
-    value = getattr(key, "key", getattr(key, "idx", text))
-    assert _is_number(text) == isinstance(value, int) and "/" not in text, f"ambiguous: {key!r}"
-    return text
-
-
-def _is_number(component: str) -> bool:
-    return component.isascii() and component.isdecimal()
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """Nested dicts from leaves by the paths that `named_leaves` gives them."""
-    tree: dict[Any, Any] = {}
-    for name, leaf in leaves.items():
-        *parents, last = [int(key) if _is_number(key) else key for key in name.split("/")]
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return tree
 
 
 def _parts(tree: Any) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Devices that need not be here: what a TPU slice is called, what its chips can do."""
+"""The devices of a plan: what TPU slices are called and what their chips can do."""
 
 import dataclasses
 import importlib.util
@@ -9,20 +9,21 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, first_line
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What the vendor says of a chip; None where nobody does.
+    """A kind of chip as its vendor describes it; None where nothing is published.
 
-    The clock is peak_flops over the products and sums of all matrix units in a cycle.
+    The clock is not published: it is peak_flops divided by the multiplications and additions that
+    all matrix units of a chip do in one cycle.
     """
 
     memory: float | None = None  # bytes that a program may use
-    peak_flops: float | None = None  # a second, bfloat16
+    peak_flops: float | None = None  # FLOPs a second in bfloat16
     clock: float | None = None  # cycles a second
-    interconnect: float | None = None  # bytes a second to other chips, all links together
+    interconnect: float | None = None  # bytes a second to other chips over all links together
 
 
 GIB = 2**30
@@ -34,12 +35,13 @@ CHIPS = {
 }
 
 
-def find(topology: str) -> tuple[Chip, Sequence[Any]]:
-    """The kind of chip and the devices of `v5e:16x16` or `cpu:8`, to compile for.
+def topology_devices(topology: str) -> tuple[Chip, Sequence[Any]]:
+    """The kind of chip and the devices of a topology such as `v5e:16x16` or `cpu:8`.
 
-    Must come before anything else has made JAX look for devices.
+    The devices are there to compile for; only those of a CPU can also run a program. JAX must not
+    have looked for devices before this call.
 
-    Raises UserError: the name is none, or what compiles for TPUs is not installed.
+    Raises UserError if no topology has this name or the compiler for TPUs is not installed.
     """
     kind, _, size = topology.partition(":")
     if kind not in CHIPS or not size:
@@ -57,8 +59,8 @@ def _cpus(topology: str, size: str) -> Sequence[Any]:
         raise UserError(f"--topology {topology}: after cpu comes a number of devices, as in cpu:8")
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX has looked already
-        assert jax.device_count() >= count, "find() came too late"
+    except RuntimeError:  # JAX has looked for devices already
+        assert jax.device_count() >= count, "topology_devices was called too late"
     return jax.devices()[:count]
 
 
@@ -68,12 +70,12 @@ def _tpus(topology: str) -> Sequence[Any]:
             f"--topology {topology}: libtpu, which compiles for TPUs, is not installed; "
             "pip install -e '.[tpu]' -c constraints.txt"
         )
-    # libtpu shall not ask a cloud what this machine is (any type it knows will do, the topology
-    # counts), and others here may be compiling as well.
+    # libtpu would ask the cloud's metadata server for the type of this machine: it is told one
+    # instead (any type that it knows will do, because the topology decides). It would also refuse
+    # to be loaded while another process on this machine uses it.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     try:
         return topologies.get_topology_desc(topology, "tpu").devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--topology {topology}: {reason}") from error
+        raise UserError(f"--topology {topology}: {first_line(error)}") from error

@@ -1,107 +1,218 @@
 """What a compiled program says about itself: its collectives and the compiler's estimate of time.
 
-Read from XLA's text of the program, because the summary that XLA gives counts the body of a loop
-once, however often it runs, and knows no collectives.
+The summary that XLA gives counts the body of a loop once, however often the loop runs, and knows no
+collectives. So the text of the program is read instead. It is a list of computations, each a list
+of instructions; an instruction can call other computations:
+
+    while                    the body as often as the loop turns, the condition once more
+    conditional              the dearest branch: most cycles, then most bytes exchanged
+    call, fusion,            the computation, once
+    async-start
+    reduce, sort, map ...    a small computation, for every element
+
+On TPUs the compiler notes on many instructions how many cycles it expects them to take; 0 stands
+for no note. The note of an instruction covers the computations that it calls, so that these count
+only where there is no note. Loops, conditionals and calls are the exception: there both count. A
+small computation that has notes must be called by an instruction with a note, because nothing says
+how often it runs.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Data that devices exchange, in one place of the program."""
+    """An exchange of data between devices, at one place of the program."""
 
-    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute
-    bytes: int  # of the whole on one device: the larger of what goes in and what comes out
-    trips: int  # how often a step comes by
-    source: str  # the operation it comes from, as JAX names it
+    kind: str  # one of KINDS
+    bytes: int  # whole arrays on one device: those that go in or those that come out, if larger
+    trips: int  # how often one run of the program comes by
+    source: str  # the operation that it comes from, as JAX names it; "" if XLA does not say
 
 
 class Program(NamedTuple):
-    """One run of a compiled program on one device."""
+    """One run of a compiled program, or of a part of it, on one device."""
 
     collectives: list[Collective]
     cycles: int  # as the compiler estimates them, collectives left out; 0 where it does not
 
 
-KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
-_COLLECTIVE = re.compile(rf" = (.*?) ({KINDS})(-start)?\((.*?)\)[,\s]")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(
-    r" (?:call|fusion|async-start|conditional)\(.*?(?:to_apply|calls)=%?([\w.\-]+)"
+KINDS = (  # opcodes of collectives
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
 )
-_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+# Opcodes whose note does not cover the computations that they call; then opcodes whose note does,
+# and which run these once. All others run them for every element.
+CONTROL = ("while", "conditional", "call")
+RUN_ONCE = ("fusion", "async")
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+_CALLED = re.compile(
+    r"\b(?:condition|body|to_apply|calls|select|scatter"
+    r"|true_computation|false_computation|branch_computations|called_computations)"
+    r"=(\{[^}]*\}|%?[\w.\-]+)"
+)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)[a-z0-9]*\[([\d,]*)\]")
 
 
+class _Instruction(NamedTuple):
+    """One line of a computation: NAME = RESULT OPCODE[-start](OPERANDS), ATTRIBUTES."""
+
+    name: str
+    result: str  # its type: one array or several
+    opcode: str  # without -start
+    starts: bool  # it only starts the work; an instruction OPCODE-done waits for its end
+    operands: list[str]  # names
+    called: list[str]  # names of computations; of a loop the condition, then the body
+    cycles: int  # the compiler's note; 0 if there is none
+    text: str  # the whole line
+
+
 def read(text: str) -> Program:
-    """The program in `text`, what `compiled.as_text()` gives; loops count as often as they run."""
-    computations, entry = _computations(text)
-    collectives, cycles = [], 0
-    for line, trips, fused in _lines(computations, entry, 1, fused=False):
-        if found := _COLLECTIVE.search(line):
-            source = re.search(r'op_name="([^"]*)"', line)
-            size = _moved(found[1], found[2], bool(found[3]))
-            # TPUs write a reduce-scatter as an all-reduce fused with taking a slice of it.
-            kind = "reduce-scatter" if fused and found[2] == "all-reduce" else found[2]
-            collectives.append(Collective(kind, size, trips, source[1] if source else ""))
-        elif not fused and (estimate := _CYCLES.search(line)):
-            cycles += int(estimate[1]) * trips
-    return Program(collectives, cycles)
+    """The program in `text`, which is what `compiled.as_text()` gives.
 
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of every computation by its name, and the name of the one that runs."""
-    computations: dict[str, list[str]] = {}
-    entry, lines = "", []
-    for line in text.splitlines():
-        if head := _COMPUTATION.match(line):
-            lines = computations[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif line.startswith(" "):
-            lines.append(line)
-    return computations, entry
-
-
-def _lines(
-    computations: dict[str, list[str]], name: str, trips: int, *, fused: bool
-) -> Iterator[tuple[str, int, bool]]:
-    """Every instruction that runs, how often, and whether as a part of another one."""
-    for line in computations[name]:
-        yield line, trips, fused
-        if loop := _WHILE.search(line):
-            condition, body = loop[1], loop[2]
-            often = trips * _trip_count(line, computations[condition])
-            yield from _lines(computations, body, often, fused=fused)
-        elif called := _CALLED.search(line):
-            inside = fused or " call(" not in line
-            yield from _lines(computations, called[1], trips, fused=inside)
-
-
-def _trip_count(line: str, condition: list[str]) -> int:
-    """How often a loop runs: what XLA notes, or the bound that its counter is compared with."""
-    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
-        return int(noted[1])
-    bounds = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(condition))
-    assert len(bounds) == 1, "a loop without a fixed number of turns"
-    return int(bounds[0])
-
-
-def _moved(result: str, kind: str, starts: bool) -> int:
-    """Bytes of a collective from the type of its result.
-
-    One that only starts gives what goes in and then what comes out, an all-reduce apart.
+    Raises AssertionError where a part of the program that has estimates cannot be counted.
     """
-    sizes = [_size(*array) for array in _ARRAY.findall(result)]
-    if starts and kind != "all-reduce":
-        sizes = [size for size in sizes if size > 4]  # without what synchronises
-        return max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))
-    return sum(sizes)
+    reader = _Reader(text)
+    program = reader.run(reader.entry)
+    for name, computation in reader.computations.items():
+        noted = any(instruction.cycles for instruction in computation)
+        assert name in reader.reached or not noted, f"{name} has estimates, but nothing calls it"
+    return program
+
+
+class _Reader:
+    """The computations of a text by name, and the names of those that have been counted."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[_Instruction]] = {}
+        self.entry, self.reached = "", set[str]()
+        instructions: list[_Instruction] = []
+        for line in text.splitlines():
+            if head := _COMPUTATION.match(line):
+                instructions = self.computations[head[2]] = []
+                self.entry = head[2] if head[1] else self.entry
+            elif line.startswith(" ") or "estimated_cycles" in line:
+                instructions.append(_parse(line))
+
+    def run(self, name: str) -> Program:
+        """One run of a computation."""
+        self.reached.add(name)
+        computation = self.computations[name]
+        results = {instruction.name: instruction.result for instruction in computation}
+        return _sum(self._run_instruction(instruction, results) for instruction in computation)
+
+    def _run_instruction(self, instruction: _Instruction, results: dict[str, str]) -> Program:
+        """One run of an instruction in a computation whose instructions give `results`."""
+        inside = self._run_called(instruction)
+        opcode, cycles = instruction.opcode, instruction.cycles
+        if opcode in KINDS:
+            return Program([_collective(instruction, results)], 0)
+        if opcode.removesuffix("-done") in KINDS:
+            return Program([], 0)
+        if opcode in CONTROL:
+            return Program(inside.collectives, cycles + inside.cycles)
+        assert cycles or opcode in RUN_ONCE or not inside.cycles, (
+            f"{instruction.name} has no estimate and repeats {', '.join(instruction.called)}, "
+            "which have: nothing says how often"
+        )
+        if opcode == "fusion":
+            inside = _named_reduce_scatter(inside)
+        return Program(inside.collectives, cycles or inside.cycles)
+
+    def _run_called(self, instruction: _Instruction) -> Program:
+        """The computations that one run of an instruction calls."""
+        programs = [self.run(name) for name in instruction.called]
+        if instruction.opcode == "conditional":
+            return max(programs, key=_dearness)
+        if instruction.opcode == "while":
+            condition, body = programs
+            trips = self._trip_count(instruction)
+            return _sum([_times(condition, trips + 1), _times(body, trips)])
+        return _sum(programs)
+
+    def _trip_count(self, loop: _Instruction) -> int:
+        """How often a loop turns, as XLA notes it or as the bound in the loop's condition says."""
+        if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
+            return int(noted[1])
+        condition = "\n".join(line.text for line in self.computations[loop.called[0]])
+        bounds = re.findall(r" s32\[\]\S* constant\((\d+)\)", condition)
+        assert len(bounds) == 1, f"{loop.name} is a loop without a fixed number of turns"
+        return int(bounds[0])
+
+
+def _parse(line: str) -> _Instruction:
+    found = _INSTRUCTION.match(line)
+    assert found is not None, f"not an instruction: {line}"
+    name, result, opcode, rest = found.groups()
+    attributes = re.split(r", (?:metadata|backend_config)=", rest)[0]
+    operands = re.findall(r"%([\w.\-]+)", attributes.partition(")")[0])
+    called = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(attributes)))
+    if opcode.endswith(("-done", "-update")):  # it can name again what its -start has called
+        called = []
+    noted = _CYCLES.search(line)
+    cycles = int(noted[1]) if noted else 0
+    starts, opcode = opcode.endswith("-start"), opcode.removesuffix("-start")
+    return _Instruction(name, result, opcode, starts, operands, called, cycles, line)
+
+
+def _sum(programs: Iterable[Program]) -> Program:
+    programs = list(programs)
+    collectives = [one for program in programs for one in program.collectives]
+    return Program(collectives, sum(program.cycles for program in programs))
+
+
+def _times(program: Program, trips: int) -> Program:
+    """A program that runs `trips` times."""
+    repeated = [dataclasses.replace(c, trips=c.trips * trips) for c in program.collectives]
+    return Program(repeated, program.cycles * trips)
+
+
+def _dearness(branch: Program) -> tuple[int, int]:
+    return branch.cycles, sum(one.bytes * one.trips for one in branch.collectives)
+
+
+def _named_reduce_scatter(fused: Program) -> Program:
+    """TPUs write a reduce-scatter as an all-reduce that is fused with taking a slice of it."""
+    renamed = [
+        dataclasses.replace(one, kind="reduce-scatter") if one.kind == "all-reduce" else one
+        for one in fused.collectives
+    ]
+    return Program(renamed, fused.cycles)
+
+
+def _collective(instruction: _Instruction, results: dict[str, str]) -> Collective:
+    source = re.search(r'op_name="([^"]*)"', instruction.text)
+    return Collective(
+        instruction.opcode, _moved(instruction, results), 1, source[1] if source else ""
+    )
+
+
+def _moved(instruction: _Instruction, results: dict[str, str]) -> int:
+    """Bytes that go into a collective or that come out, whichever are more."""
+    sizes = _sizes(instruction.result)
+    if instruction.starts and instruction.opcode != "all-reduce":
+        # The result holds the arrays that go in, those that come out, and some for synchronising.
+        sizes = [size for size in sizes if size > 4]
+        half = len(sizes) // 2
+        return max(sum(sizes[:half]), sum(sizes[half:]))
+    operands = [_sizes(results.get(name, "")) for name in instruction.operands]
+    return max(sum(sizes), sum(map(sum, operands)))
+
+
+def _sizes(result: str) -> list[int]:
+    """Bytes of each array in a type."""
+    return [_size(dtype, shape) for dtype, shape in _ARRAY.findall(result)]
 
 
 def _size(dtype: str, shape: str) -> int:

@@ -1,15 +1,15 @@
-"""What a run needs and takes on devices that are not here: its train step, compiled ahead of time.
+"""The memory and time of a run on devices that are not here: its train step, compiled ahead.
 
-Nothing is allocated and nothing runs. Memory and collectives are those of the compiled program;
-the time is the compiler's own estimate of its work (cycles of every operation, loops counted as
-often as they turn, at the chip's clock), and then the bytes of its collectives at the speed of all
-the chip's links, as if nothing of it overlapped with work. No chip was asked.
+Nothing is allocated and nothing runs. Memory and collectives are those of the compiled program. The
+time of a step is the compiler's own estimate of its work (the cycles of every operation, loops
+counted as often as they turn, at the chip's clock) and, after that, the bytes of its collectives at
+the speed of all the chip's links, as if exchange never overlapped with work. No chip has confirmed
+it.
 """
 
 import collections
 import dataclasses
 import math
-import operator
 import re
 import sys
 from collections.abc import Iterator
@@ -22,83 +22,32 @@ from jax.sharding import Mesh
 from flaxformer_min.config import Config, DataConfig, ModelConfig
 from flaxformer_min.data.batch import Batch, Bucket
 from flaxformer_min.data.batching import BatchPlan
-from flaxformer_min.errors import UserError
+from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID
+from flaxformer_min.errors import UserError, first_line
 from flaxformer_min.model.build import count_parameters, split_model
-from flaxformer_min.planning import chips, hlo
+from flaxformer_min.planning import hlo
+from flaxformer_min.planning.chips import Chip, topology_devices
+from flaxformer_min.planning.report import MEMORY_KINDS, Plan, ShapePlan
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.sharding import abstract, abstract_rows, check_mesh, make_mesh
 from flaxformer_min.training.state import TrainState, state_shapes
 from flaxformer_min.training.step import make_train_step
 
-PAD_ID, BOS_ID = 0, 2  # of tokenizers trained here; which ones they are costs nothing
-PASSES = {"all-reduce": 2}  # how often its bytes cross the links: a ring scatters, then gathers
-SHORTEST = 16  # tokens, of the lengths that are assumed where nobody gives any
-
-
-@dataclasses.dataclass(frozen=True)
-class ShapePlan:
-    """One bucket's train step. Bytes are those of one device, seconds and FLOPs of one step.
-
-    What the compiler does not say (of CPUs no time, of what does not fit nothing) is None.
-    """
-
-    bucket: Bucket
-    share: float  # of all steps
-    flops: int  # on all devices, by formula
-    refusal: str = ""  # why the program does not fit, if it does not
-    memory: dict[str, int] | None = None  # by kind
-    collectives: tuple[hlo.Collective, ...] = ()
-    compute_seconds: float | None = None
-    collective_seconds: float | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Of a step, if nothing overlaps."""
-        if self.compute_seconds is None or self.collective_seconds is None:
-            return None
-        return self.compute_seconds + self.collective_seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A config on a topology."""
-
-    topology: str
-    chip: chips.Chip
-    mesh: dict[str, int]
-    parameters: int
-    steps: int
-    shapes: tuple[ShapePlan, ...]
-    advice: str  # what would make it fit; "" if it does
-
-    @property
-    def devices(self) -> int:
-        """How many there are."""
-        return math.prod(self.mesh.values())
-
-    @property
-    def hours(self) -> float | None:
-        """Of all the steps, evaluation and checkpoints left out."""
-        seconds = [shape.seconds for shape in self.shapes if shape.seconds is not None]
-        if len(seconds) < len(self.shapes):
-            return None
-        shares = [shape.share for shape in self.shapes]
-        return self.steps / 3600 * math.fsum(map(operator.mul, seconds, shares))
-
-    def utilisation(self, shape: ShapePlan) -> float | None:
-        """Model FLOPs over what the chips could do in the time."""
-        if shape.seconds is None or self.chip.peak_flops is None:
-            return None
-        return shape.flops / (shape.seconds * self.devices * self.chip.peak_flops)
+# How often the bytes of a collective cross the links: once, unless it is in this table. An
+# all-reduce on a ring of chips is a reduce-scatter and then an all-gather.
+PASSES = {"all-reduce": 2}
+SHORTEST = 16  # tokens: the shortest of the lengths that are assumed where no file gives any
 
 
 def make_plan(config: Config, topology: str, lengths_file: str | None = None) -> Plan:
-    """Compiles the config's train step in every shape of its batches for the devices of a topology.
+    """Compiles a config's train step for the devices of a topology, in every shape of its batches.
 
-    Raises UserError for a topology that is none, and for what does not fit the mesh.
+    The shapes follow from the lengths in `lengths_file`, or else from `assumed_lengths`.
+    Raises UserError for an unknown topology, a file without lengths, and sizes that the mesh does
+    not divide.
     """
-    chip, devices = chips.find(topology)
+    chip, devices = topology_devices(topology)
     mesh = make_mesh(config.mesh, devices)
     check_mesh(config, mesh)
     data = config.data
@@ -120,9 +69,9 @@ def make_plan(config: Config, topology: str, lengths_file: str | None = None) ->
 
 
 def assumed_lengths(config: DataConfig) -> np.ndarray:
-    """Lengths [N, 2] that give one full batch each of 16, 32, 64 ... data.max_length tokens.
+    """Lengths [N, 2] of N pairs that fill one batch each of 16, 32, 64 ... data.max_length tokens.
 
-    So every length gets the same share of the steps. Real corpora differ.
+    So every one of these lengths takes the same share of the steps. Real corpora differ.
     """
     edges = [SHORTEST]
     while edges[-1] * 2 < config.max_length:
@@ -135,48 +84,51 @@ def assumed_lengths(config: DataConfig) -> np.ndarray:
 
 
 def read_lengths(path: str, config: DataConfig) -> np.ndarray:
-    """Lengths [N, 2] in tokens with EOS, from two numbers a line; too long pairs are left out."""
+    """Lengths [N, 2] of N pairs in tokens, EOS counted: a file has one pair a line.
+
+    Pairs over data.max_length are left out, as in training. Raises UserError for a file that cannot
+    be read and for a line that is not two numbers above 0.
+    """
     try:
         with open(path, encoding="utf-8") as lines:
             lengths = np.array([line.split() for line in lines], dtype=np.int64)
     except (OSError, ValueError) as error:
-        raise UserError(f"--lengths {path}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--lengths {path}: {first_line(error)}") from error
     if lengths.shape[1:] != (2,) or lengths.size == 0 or lengths.min() < 1:
         raise UserError(f"--lengths {path}: every line must hold two numbers above 0")
     return lengths[lengths.max(axis=1) <= config.max_length]
 
 
 def _buckets(lengths: np.ndarray, config: DataConfig) -> list[tuple[Bucket, float]]:
-    """The shapes of the batches and each one's share of the steps."""
+    """The shape of every bucket, and its share of the steps."""
     plan = BatchPlan(lengths, config)
     steps = range(plan.batches_per_epoch)
     counts = collections.Counter(plan.batch_ids(step)[0] for step in steps)
     return [(bucket, counts[b] / len(steps)) for b, bucket in enumerate(plan.buckets)]
 
 
-def plan_shape(
-    config: Config, mesh: Mesh, chip: chips.Chip, bucket: Bucket, share: float
-) -> ShapePlan:
-    """Compiles one bucket's train step and reads what the program says of itself."""
-    print(f"compiling {' x '.join(map(str, bucket))} ...", file=sys.stderr)
+def plan_shape(config: Config, mesh: Mesh, chip: Chip, bucket: Bucket, share: float) -> ShapePlan:
+    """Compiles the train step for batches of one shape and reads memory and time off the program.
+
+    `share` is the bucket's share of the steps.
+    """
+    shape = ShapePlan(bucket, share, step_flops(config.model, config.data.vocab_size, bucket))
+    print(f"compiling {shape.name} ...", file=sys.stderr)
     state = _abstract_state(config, mesh)
-    flops = step_flops(config.model, config.data.vocab_size, bucket)
     try:
         compiled = compile_step(config, mesh, bucket, state)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         found = re.search(r"Used .*? of .*? hbm", str(error))
-        refusal = found[0] if found else str(error).splitlines()[0]
-        return ShapePlan(bucket, share, flops, refusal)
+        refusal = found[0] if found else first_line(error)
+        return dataclasses.replace(shape, refusal=refusal)
     text = compiled.as_text()
     assert text is not None, "XLA has a text for every program it compiles"
     program = hlo.read(text)
     sent = sum(x.trips * x.bytes * PASSES.get(x.kind, 1) for x in program.collectives)
-    return ShapePlan(
-        bucket,
-        share,
-        flops,
+    return dataclasses.replace(
+        shape,
         memory=_memory(compiled, state),
         collectives=tuple(program.collectives),
         compute_seconds=program.cycles / chip.clock if chip.clock else None,
@@ -192,10 +144,10 @@ def _abstract_state(config: Config, mesh: Mesh) -> TrainState:
 def compile_step(
     config: Config, mesh: Mesh, bucket: Bucket, state: TrainState
 ) -> jax.stages.Compiled:
-    """The train step that training would run on that mesh for batches of that shape."""
+    """The train step as a run on `mesh` would compile it for batches of the shape `bucket`."""
     loss = make_loss(
         split_model(config.model, config.data.vocab_size)[0],
-        pad_id=PAD_ID,
+        pad_id=PAD_ID,  # a tokenizer that was not trained here may have other ids at the same cost
         bos_id=BOS_ID,
         smoothing=config.train.label_smoothing,
         mesh=mesh,
@@ -208,21 +160,24 @@ def compile_step(
 
 
 def _memory(compiled: jax.stages.Compiled, state: TrainState) -> dict[str, int]:
-    """Bytes on one device by kind; together all that the program needs."""
+    """Bytes on one device by kind; their sum is all that the program needs."""
     stats: Any = compiled.memory_analysis()
-    kept = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state)}
-    return kept | {
-        # Batch, key and counters, and what the chip's layout of the arrays adds.
-        "other arguments": stats.argument_size_in_bytes - sum(kept.values()),
-        # Results take the place of what was given away; these are those that have none.
-        "results": stats.output_size_in_bytes - stats.alias_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-        "code": stats.generated_code_size_in_bytes,
-    }
+    parameters, optimizer = _bytes(state.params), _bytes(state.opt_state)
+    sizes = (
+        parameters,
+        optimizer,
+        # Other arguments: batch, key and counters, and what the chip's layout adds to all arrays.
+        stats.argument_size_in_bytes - parameters - optimizer,
+        # Results: only those that do not take the place of a donated argument.
+        stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.generated_code_size_in_bytes,
+    )
+    return dict(zip(MEMORY_KINDS, sizes, strict=True))
 
 
 def _bytes(tree: Any) -> int:
-    """Of one device's share of a tree of abstract arrays."""
+    """Bytes of one device's share of a tree of abstract arrays with shardings."""
     shares = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shares)
 
@@ -230,15 +185,16 @@ def _bytes(tree: Any) -> int:
 def step_flops(model: ModelConfig, vocab_size: int, bucket: Bucket) -> int:
     """FLOPs of the matrix products of one step, padding and masked scores included.
 
-    Backward costs twice forward. What rematerialisation repeats does not count.
+    The backward pass costs twice the forward pass. Rematerialisation repeats some products; the
+    repetitions do not count, so that utilisation is comparable with and without it.
     """
     rows, source, target = bucket
     d, heads = model.d_model, model.num_heads
 
     def attention(queries: int, keys: int) -> int:
-        projections = queries * d * heads * (model.d_k + model.d_v)  # of queries and of outputs
-        projections += keys * d * heads * (model.d_k + model.d_v)  # of keys and of values
-        return projections + queries * keys * heads * (model.d_k + model.d_v)
+        widths = heads * (model.d_k + model.d_v)
+        # Projections of queries and outputs, those of keys and values, then scores and their sums.
+        return queries * d * widths + keys * d * widths + queries * keys * widths
 
     def feed_forward(positions: int) -> int:
         return 2 * positions * d * model.d_ff
@@ -249,8 +205,8 @@ def step_flops(model: ModelConfig, vocab_size: int, bucket: Bucket) -> int:
     return 3 * 2 * rows * products
 
 
-def _advice(config: Config, devices: Any, chip: chips.Chip, bucket: Bucket) -> str:
-    """The first change of mesh or rematerialisation with which a bucket fits, tried out."""
+def _advice(config: Config, devices: Any, chip: Chip, bucket: Bucket) -> str:
+    """Says which change makes a bucket fit, found by compiling one change after the other."""
     for flags, changed in _changes(config, len(devices)):
         mesh = make_mesh(changed.mesh, devices)
         try:
@@ -263,7 +219,7 @@ def _advice(config: Config, devices: Any, chip: chips.Chip, bucket: Bucket) -> s
 
 
 def _changes(config: Config, devices: int) -> Iterator[tuple[str, Config]]:
-    """Flags that save memory, and the config with them, the cheapest first."""
+    """Flags that save memory, and the config with them; those that cost the least time first."""
     model = dataclasses.replace(config.model, remat=True)
     mesh = dataclasses.replace(config.mesh, data=1, fsdp=devices // max(config.mesh.tensor, 1))
     remat, fsdp = "--model.remat True", f"--mesh.data 1 --mesh.fsdp {mesh.fsdp}"

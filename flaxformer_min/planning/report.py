@@ -1,24 +1,21 @@
-"""A plan to read: a table, and JSON."""
+"""A plan as data, as a table and as JSON."""
 
 import collections
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
 
-from flaxformer_min.planning.plan import Plan, ShapePlan
+from flaxformer_min.data.batch import Bucket
+from flaxformer_min.planning.chips import GIB, Chip
+from flaxformer_min.planning.hlo import Collective
 
-GIB = 2**30
+MEMORY_KINDS = ("parameters", "optimizer", "other arguments", "results", "temporaries", "code")
 COLUMNS = (
     "rows x S x T",
     "share",
-    "parameters",
-    "optimizer",
-    "other arguments",
-    "results",
-    "temporaries",
-    "code",
+    *MEMORY_KINDS,
     "GiB a device",
     "TFLOP",
     "ms",
@@ -28,12 +25,80 @@ COLUMNS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class ShapePlan:
+    """The train step for one shape of batches.
+
+    Bytes are those of one device, seconds and FLOPs those of one step. A value is None where the
+    compiler does not give it: seconds for CPUs, everything for a program that does not fit.
+    """
+
+    bucket: Bucket
+    share: float  # of all steps, from 0 to 1
+    flops: int  # on all devices, by formula
+    refusal: str = ""  # the compiler's reason if the program does not fit
+    memory: dict[str, int] | None = None  # bytes by MEMORY_KINDS
+    collectives: tuple[Collective, ...] = ()
+    compute_seconds: float | None = None
+    collective_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step, as if work and exchange never overlapped."""
+        if self.compute_seconds is None or self.collective_seconds is None:
+            return None
+        return self.compute_seconds + self.collective_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Target positions a second, padding included."""
+        if self.seconds is None:
+            return None
+        return self.bucket.rows * self.bucket.target_length / self.seconds
+
+    @property
+    def name(self) -> str:
+        """Its rows, source length and target length, for the reader."""
+        return " x ".join(map(str, self.bucket))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A config on a topology."""
+
+    topology: str
+    chip: Chip
+    mesh: dict[str, int]  # sizes of its axes by name
+    parameters: int  # how many numbers the model learns
+    steps: int
+    shapes: tuple[ShapePlan, ...]
+    advice: str  # the change that would make every shape fit; "" if they fit as they are
+
+    @property
+    def devices(self) -> int:
+        """The number of devices in the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of all steps; evaluations and checkpoints come on top."""
+        parts = [shape.seconds * shape.share for shape in self.shapes if shape.seconds is not None]
+        return self.steps / 3600 * math.fsum(parts) if len(parts) == len(self.shapes) else None
+
+    def utilisation(self, shape: ShapePlan) -> float | None:
+        """The share of the chips' peak FLOPs that the model's FLOPs take."""
+        if shape.seconds is None or self.chip.peak_flops is None:
+            return None
+        return shape.flops / (shape.seconds * self.devices * self.chip.peak_flops)
+
+
 def to_json(plan: Plan) -> str:
-    """Everything that a plan knows and what follows from it; bytes, seconds and FLOPs."""
+    """The plan and what follows from it, in bytes, seconds and FLOPs."""
     tree = dataclasses.asdict(plan)
     for shape, leaf in zip(plan.shapes, tree["shapes"], strict=True):
         leaf |= {"bucket": shape.bucket._asdict(), "seconds": shape.seconds}
-        leaf |= {"utilisation": plan.utilisation(shape), "tokens_per_second": _speed(shape)}
+        leaf |= {"utilisation": plan.utilisation(shape)}
+        leaf |= {"tokens_per_second": shape.tokens_per_second}
     chip_hours = None if plan.hours is None else plan.hours * plan.devices
     tree |= {"fits": not plan.advice, "hours": plan.hours, "chip_hours": chip_hours}
     return json.dumps({"versions": versions(), "devices": plan.devices} | tree, indent=2)
@@ -49,7 +114,7 @@ def to_text(plan: Plan) -> str:
         "",
         *_markdown([COLUMNS, *(_cells(plan, shape) for shape in plan.shapes)]),
         "",
-        *(line for shape in plan.shapes for line in _exchanges(shape)),
+        *(_exchanges(shape) for shape in plan.shapes if not shape.refusal),
         "",
         *_verdict(plan),
     ]
@@ -57,50 +122,46 @@ def to_text(plan: Plan) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what compiled: jax, and libtpu where it is installed."""
+    """The versions of what compiled the plan: jax, and libtpu where it is installed."""
     installed = {package.name for package in importlib.metadata.distributions()}
     names = [name for name in ("jax", "libtpu") if name in installed]
     return {name: importlib.metadata.version(name) for name in names}
 
 
 def _cells(plan: Plan, shape: ShapePlan) -> list[str]:
+    """One row of the table, in the order of COLUMNS."""
     memory = shape.memory or {}
-    sizes = [memory.get(kind) for kind in COLUMNS[2:8]] + [sum(memory.values()) or None]
-    utilisation, speed, seconds = plan.utilisation(shape), _speed(shape), shape.seconds
     return [
-        _name(shape),
+        shape.name,
         f"{shape.share:.0%}",
-        *("-" if size is None else f"{size / GIB:.2f}" for size in sizes),
-        f"{shape.flops / 1e12:.2f}",
-        "-" if seconds is None else f"{seconds * 1e3:.1f}",
-        "-" if shape.collective_seconds is None else f"{shape.collective_seconds * 1e3:.1f}",
-        "-" if utilisation is None else f"{utilisation:.0%}",
-        "-" if speed is None else f"{speed:,.0f}",
+        *(_cell(memory.get(kind), ".2f", GIB) for kind in MEMORY_KINDS),
+        _cell(sum(memory.values()) or None, ".2f", GIB),
+        _cell(shape.flops, ".2f", 1e12),
+        _cell(shape.seconds, ".1f", 1e-3),
+        _cell(shape.collective_seconds, ".1f", 1e-3),
+        _cell(plan.utilisation(shape), ".0%"),
+        _cell(shape.tokens_per_second, ",.0f"),
     ]
 
 
-def _speed(shape: ShapePlan) -> float | None:
-    """Target positions a second, padding included."""
-    if shape.seconds is None:
-        return None
-    return shape.bucket.rows * shape.bucket.target_length / shape.seconds
+def _cell(value: int | float | None, form: str, unit: int | float = 1) -> str:
+    return "-" if value is None else format(value / unit, form)
 
 
-def _exchanges(shape: ShapePlan) -> Iterator[str]:
-    """What the devices exchange in a step, by kind."""
+def _exchanges(shape: ShapePlan) -> str:
+    """The places and bytes of a step's collectives, by kind."""
     places, total = collections.Counter[str](), collections.Counter[str]()
     for found in shape.collectives:
         places[found.kind] += found.trips
         total[found.kind] += found.trips * found.bytes
     parts = [f"{places[kind]} {kind} of {total[kind] / GIB:.3f} GiB" for kind in sorted(places)]
-    if not shape.refusal:
-        yield f"{_name(shape)} exchanges: {', '.join(parts) or 'nothing'}"
+    return f"{shape.name} exchanges: {', '.join(parts) or 'nothing'}"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
     for shape in plan.shapes:
         if shape.refusal:
-            yield f"{_name(shape)} does not fit: {shape.refusal}"
+            yield f"{shape.name} does not fit: {shape.refusal}"
     if plan.advice:
         yield plan.advice
     elif plan.chip.memory is not None:
@@ -109,13 +170,9 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield f"{plan.steps:,} steps: {hours:,.1f} hours, {hours * plan.devices:,.0f} chip-hours"
 
 
-def _name(shape: ShapePlan) -> str:
-    return " x ".join(map(str, shape.bucket))
-
-
-def _markdown(rows: list[Any]) -> list[str]:
-    """Cells as a Markdown table with aligned columns, the first row being the head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table with aligned columns; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |"
         for row in rows

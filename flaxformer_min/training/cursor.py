@@ -1,4 +1,4 @@
-"""Where a run stands: which evaluation is the best so far, what is due, and when it is over."""
+"""Where a run stands between two steps, what is due there, and whether the run is over."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,33 +8,33 @@ from flaxformer_min.config import TrainConfig
 
 
 class Cursor(NamedTuple):
-    """Where a run stands between two steps; beside the state, this decides what comes next."""
+    """Where a run stands; with the training state it decides all that the run does next."""
 
-    step: int = 0
-    progress: Progress = Progress()
-    evaluation: Mapping[str, Any] | None = None  # of this step, once it is made
-    saved: bool = True  # nothing has been trained or evaluated since the last checkpoint
+    step: int = 0  # steps taken so far
+    progress: Progress = Progress()  # the best of all evaluations so far
+    evaluation: Mapping[str, Any] | None = None  # the record of this step's evaluation, if made
+    saved: bool = True  # False after a step or an evaluation that no checkpoint holds
 
     def evaluation_due(self, train: TrainConfig) -> bool:
-        """Whether this step is to be evaluated and is not yet; the last one always is."""
+        """Whether this step has to be evaluated and has not been; the last step always has to."""
         scheduled = self.step % train.evaluate_every == 0 or self.step >= train.steps
         return self.step > 0 and scheduled and self.evaluation is None
 
-    def regular(self, train: TrainConfig) -> bool:
-        """Whether the plan has a checkpoint here, and what it is to hold is complete."""
+    def checkpoint_due(self, train: TrainConfig) -> bool:
+        """Whether the config asks for a checkpoint of this step, and its evaluation is not due."""
         scheduled = self.step % train.checkpoint_every == 0 or self.step >= train.steps
         return scheduled and not self.evaluation_due(train)
 
     def over(self, train: TrainConfig) -> bool:
-        """Whether the run is complete: its last step is evaluated, or its patience exhausted."""
+        """Whether the run is over: the last step is evaluated, or the patience is exhausted."""
         done = self.step >= train.steps and not self.evaluation_due(train)
         return done or self.progress.exhausted(train.patience)
 
-    def evaluated(self, record: Mapping[str, Any], train: TrainConfig) -> "Cursor":
-        """The position once this step's evaluation is made."""
+    def after_evaluation(self, record: Mapping[str, Any], train: TrainConfig) -> "Cursor":
+        """The cursor after the evaluation of this step, whose record is given."""
         progress = self.progress.after(score(record, train.best_metric), self.step)
         return self._replace(progress=progress, evaluation=record, saved=False)
 
-    def next(self) -> "Cursor":
-        """The position one step later."""
+    def after_step(self) -> "Cursor":
+        """The cursor after one more step."""
         return Cursor(self.step + 1, self.progress, saved=False)

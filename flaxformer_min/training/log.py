@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: metrics.jsonl, TensorBoard events and the progress bar."""
+"""The log of a run: metrics.jsonl, TensorBoard events and the progress bar."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,45 +22,60 @@ LINES_EVERY = 50  # steps between plain progress lines where there is no termina
 SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
 
 
-class QuietLog:
-    """What every process does with the metrics of a step; process 0 also writes them down.
+class Dispatched(NamedTuple):
+    """A step that was given to the devices and whose metrics have not been read."""
 
-    They are read only when the next step has been dispatched (`push`), so that the device never
-    waits for the host.
+    step: int
+    metrics: Metrics
+    end: float | None  # the time at which it was over, in seconds; None if it was still running
+
+
+class QuietLog:
+    """The log of a process other than 0: it writes nothing, but ends a run that does not recover.
+
+    To read a step's metrics is to wait for the step. So they are read one step late, when the next
+    step has been dispatched and the devices have work:
+
+        push(1)         step 1 is dispatched
+        push(2)         step 2 is dispatched; step 1 is waited for and logged
+        flush()         step 2 is waited for and logged
     """
 
     def __init__(self, pair_ids: Callable[[int], Iterable[int]]):
-        """`pair_ids` gives the ids of the pairs in a step's batch, for the message about it."""
+        """`pair_ids(step)` gives the ids of the pairs in a step's batch, for an error message."""
         self._pair_ids = pair_ids
-        self._waiting: tuple[int, Metrics] | None = None
+        self._dispatched: Dispatched | None = None
 
     def push(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of the step just dispatched and settles those of the one before.
+        """Takes the metrics of the step just dispatched, and logs the step before it.
 
         Raises FloatingPointError after SKIPS_IN_A_ROW non-finite steps in a row.
         """
-        self._settle()
-        self._waiting = step, metrics
+        self._log_dispatched()
+        # On a CPU a step is over when its dispatch returns. Elsewhere it still runs, and the time
+        # at which its metrics can be read is its end.
+        is_over = metrics.loss.is_ready()  # pyrefly: ignore[missing-attribute]
+        self._dispatched = Dispatched(step, metrics, time.perf_counter() if is_over else None)
 
     def flush(self) -> None:
-        """As `push`, without a step: waits for the one last pushed."""
-        self._settle()
+        """Waits for the step last pushed and logs it. Raises FloatingPointError like `push`."""
+        self._log_dispatched()
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        """Takes the record of an evaluation."""
+        """Logs the record of an evaluation."""
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last step (evaluation, saving) out of the next rate."""
+        """Leaves the time since the last step (evaluation, saving) out of the next step's rate."""
 
     def close(self) -> None:
-        """To be called at the end."""
+        """Ends the log."""
 
-    def _settle(self) -> None:
-        if self._waiting is None:
+    def _log_dispatched(self) -> None:
+        if self._dispatched is None:
             return
-        (step, metrics), self._waiting = self._waiting, None
-        values = {name: float(value) for name, value in metrics._asdict().items()}
-        self._train(step, values)
+        (step, metrics, end), self._dispatched = self._dispatched, None
+        values = {name: float(value) for name, value in metrics._asdict().items()}  # waits
+        self._log_step(step, values, time.perf_counter() if end is None else end)
         if (in_a_row := int(values["skipped_in_a_row"])) >= SKIPS_IN_A_ROW:
             raise FloatingPointError(
                 f"steps {step - in_a_row + 1} to {step} were not finite; lower "
@@ -68,61 +83,54 @@ class QuietLog:
                 + ", ".join(map(str, sorted(self._pair_ids(step))))
             )
 
-    def _train(self, step: int, values: dict[str, float]) -> None:
-        """Takes the metrics of a step that is over, as numbers."""
+    def _log_step(self, step: int, values: dict[str, float], end: float) -> None:
+        """Logs the metrics of a step that was over at the time `end`."""
 
 
 class MetricsLog(QuietLog):
-    """One JSON object a line in WORKDIR/metrics.jsonl, the same numbers as TensorBoard events.
+    """The log of process 0, as lines of WORKDIR/metrics.jsonl and as TensorBoard events.
 
-    A number that is not finite is null there: JSON has no other word for it. Lines past the
-    position at which the log is opened are dropped: a run resumed there writes them again. What
-    cannot be written raises OSError naming the file.
+    Each line is one JSON object. A number that is not finite is null there, since JSON has no other
+    word for it. Lines after the cursor at which the log is opened are dropped: a run that resumes
+    there writes them again. Every method raises OSError naming the file that it cannot write.
     """
 
     def __init__(
         self,
         workdir: Path,
-        at: Cursor,
+        cursor: Cursor,
         steps: int,
         schedule: optax.Schedule,
         pair_ids: Callable[[int], Iterable[int]],
     ):
-        # Here, while a thread compiles: where PyTorch is installed, this import takes a second.
+        """`steps` is where the progress bar ends; `schedule` gives the learning rate to log."""
+        # Imported here, while a thread compiles: where PyTorch is installed, it takes a second.
         from flaxformer_min.training.tensorboard import Events
 
         super().__init__(pair_ids)
         self._path = workdir / "metrics.jsonl"
-        _drop_later_lines(self._path, at)
+        _drop_later_lines(self._path, cursor)
         self._file = self._path.open("a", encoding="utf-8")
-        self._events = Events(workdir / "tensorboard", at.step)
-        self._terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=steps, initial=at.step, unit=" steps", disable=not self._terminal, smoothing=0.05
+        self._events = Events(workdir / "tensorboard", cursor.step)
+        self._bar = tqdm(  # disable=None shows it on a terminal only
+            total=steps, initial=cursor.step, unit=" steps", disable=None, smoothing=0.05
         )
         self._schedule = jax.jit(schedule)
-        self._over: float | None = None  # when the waiting step was, if that is known already
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last step (evaluation, saving) out of the next rate."""
-        self._clock = time.perf_counter()
-
-    def push(self, step: int, metrics: Metrics) -> None:
-        super().push(step, metrics)
-        # A CPU takes the step before the call returns, other devices while the next one is due.
-        is_over = metrics.loss.is_ready()  # pyrefly: ignore[missing-attribute]
-        self._over = time.perf_counter() if is_over else None
+        """Leaves the time since the last step (evaluation, saving) out of the next step's rate."""
+        self._start = time.perf_counter()  # of the next step to be logged
 
     def flush(self) -> None:
-        """As `push`, without a step: waits for the one last pushed. Then everything is on disk."""
-        self._settle()
+        """Waits for the step last pushed, logs it, and puts everything on disk."""
+        super().flush()
         with naming(self._path):
             os.fsync(self._file.fileno())
         self._events.flush()
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        """Records an evaluation and says its main numbers."""
+        """Logs the record of an evaluation and prints its main numbers."""
         self._record(step, values)
         bleu = values["bleu"]
         self.say(
@@ -132,64 +140,64 @@ class MetricsLog(QuietLog):
         )
 
     def say(self, text: str) -> None:
-        """A line for the reader, above the progress bar."""
+        """Prints a line above the progress bar."""
         tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Puts everything on disk."""
+        """Puts everything on disk and closes the files; a step not yet logged is left out."""
         self._bar.close()
         with naming(self._path):
             self._file.close()
         self._events.close()
 
-    def _train(self, step: int, values: dict[str, float]) -> None:
-        over = time.perf_counter() if self._over is None else self._over
-        seconds, self._clock = over - self._clock, over
+    def _log_step(self, step: int, values: dict[str, float], end: float) -> None:
+        seconds, self._start = end - self._start, end
         skipped, in_a_row = int(values["skipped"]), int(values["skipped_in_a_row"])
-        before = step - 1 - skipped + bool(in_a_row)  # updates before this step
+        updates = step - 1 - skipped + bool(in_a_row)  # made before this step
         line = {name: values[name] for name in ("loss", "tokens", "gradient_norm")}
-        line["learning_rate"] = np.asarray(self._schedule(before)).item()
+        line["learning_rate"] = np.asarray(self._schedule(updates)).item()
         line["tokens_per_second"] = values["tokens"] / seconds
         self._record(step, line)
-        self._tell(step, line)
+        self._show_progress(step, line)
         if in_a_row:
             self.say(f"step {step}: loss or gradient not finite; parameters left as they were")
 
-    def _tell(self, step: int, values: Mapping[str, float]) -> None:
-        text = f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s"
+    def _show_progress(self, step: int, line: Mapping[str, float]) -> None:
+        text = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
-        if not self._terminal and step % LINES_EVERY == 0:
+        if self._bar.disable and step % LINES_EVERY == 0:
             self.say(f"step {step}/{self._bar.total}: {text}")
 
     def _record(self, step: int, values: Mapping[str, Any]) -> None:
-        line = {name: value if _writable(value) else None for name, value in values.items()}
+        """Writes one line and its events; of a BLEU record TensorBoard gets the score."""
+        line = {name: value if _has_json(value) else None for name, value in values.items()}
         with naming(self._path):
             self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
             self._file.flush()
-        # of a BLEU record TensorBoard gets the score
         self._events.add(
             step, {n: v["score"] if isinstance(v, dict) else v for n, v in values.items()}
         )
 
 
-def _writable(value: Any) -> bool:
+def _has_json(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _drop_later_lines(path: Path, at: Cursor) -> None:
-    """Keeps the whole lines up to a position; a kill may have left half a line.
+def _drop_later_lines(path: Path, cursor: Cursor) -> None:
+    """Keeps the whole lines up to a cursor; a kill may have left half a line at the end.
 
-    An evaluation comes after its step: if the position does not have it, it will be made again.
+    The line of an evaluation comes after that of its step. It is dropped if the cursor is at that
+    step and lacks the evaluation, which will then be made again.
     """
     if not path.exists():
         return
-    kept, place = [], (at.step, at.evaluation is not None)
+    kept, last = [], (cursor.step, cursor.evaluation is not None)
     for line in path.read_bytes().split(b"\n"):
         try:
             values = json.loads(line.decode())
-            early = (values["step"], "validation_loss" in values) <= place
-        except (ValueError, TypeError, LookupError, RecursionError):  # no line of ours, or half one
+            early = (values["step"], "validation_loss" in values) <= last
+        except (ValueError, TypeError, LookupError, RecursionError):  # not written by a run, or cut
             continue
         if early:
             kept.append(line + b"\n")

@@ -1,4 +1,4 @@
-"""The learning rate (paper, section 5.3) as an optax schedule."""
+"""The learning rate and Adam (paper, section 5.3), in optax."""
 
 import jax.numpy as jnp
 import optax
@@ -11,10 +11,11 @@ BETA1 = 0.9  # of Adam, as the paper's (section 5.3)
 def warmup_inverse_sqrt(
     d_model: int, warmup_steps: int, peak: float | None = None
 ) -> optax.Schedule:
-    """lr(step) = D^-0.5 min(step^-0.5, step warmup^-1.5): linear warm-up, then inverse square root.
+    """The paper's rate D^-0.5 min(step^-0.5, step warmup^-1.5), as a function of optax's count.
 
-    Steps are counted from 1: optax's count 0 is the paper's step 1. `peak` is the rate at step
-    `warmup_steps`; None is the paper's (D x warmup)^-0.5.
+    It rises linearly up to step `warmup_steps` and then falls with the inverse square root of the
+    step. The paper counts steps from 1, so that optax's count 0 is step 1. `peak` is the rate at
+    step `warmup_steps`; without one it is the paper's, (D x warmup)^-0.5.
     """
     peak = (d_model * warmup_steps) ** -0.5 if peak is None else peak
 
@@ -26,12 +27,15 @@ def warmup_inverse_sqrt(
 
 
 def make_schedule(config: OptimizerConfig, d_model: int) -> optax.Schedule:
-    """The schedule that a config asks for."""
+    """The learning rate by optax's count, as the config asks for it."""
     return warmup_inverse_sqrt(d_model, config.warmup_steps, config.peak_learning_rate)
 
 
 def make_optimizer(config: OptimizerConfig, d_model: int) -> optax.GradientTransformation:
-    """Adam with the paper's betas and schedule; the gradient's global norm clipped if asked."""
+    """Adam with the config's schedule; with `clip_norm`, gradients are first clipped to that norm.
+
+    The norm is that of all gradients together.
+    """
     schedule = make_schedule(config, d_model)
     adam = optax.adam(schedule, b1=BETA1, b2=config.beta2, eps=config.epsilon)
     if config.clip_norm is None:

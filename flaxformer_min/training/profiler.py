@@ -6,32 +6,36 @@ from typing import Any
 
 import jax
 
-AFTER = 10  # steps of a run before its trace starts, if it has so many: compilation is not in it
+from flaxformer_min.system.processes import is_first
+
+AFTER = 10  # steps before the trace starts, so that it holds no compilation
 
 
 class Profiler:
-    """Writes the trace of `count` of the steps `start` to `end` to WORKDIR/profile.
+    """Traces `count` steps of a run that goes from step `start` to `end`, into WORKDIR/profile.
 
-    A `count` of 0 writes none; a count larger than the run traces all of it.
+    The trace starts AFTER steps into the run, or earlier if otherwise too few steps were left for
+    it. Only process 0 writes one. A `count` of 0 writes none.
     """
 
     def __init__(self, workdir: Path, start: int, end: int, count: int):
+        count = count if is_first() else 0
         self._folder = workdir / "profile"
         self._first = max(start, min(start + AFTER, end - count))
         self._end = self._first + count
         self._running = False
 
     def before(self, step: int, state: Any) -> None:
-        """To be called before each step, with the state that the step before it gave."""
+        """Starts or ends the trace; to be called before each step, with the newest state."""
         if step == self._end:
-            jax.block_until_ready(state)  # the last traced step may still be running
-            self.stop()
+            jax.block_until_ready(state)  # the last step of the trace may still be running
+            self.close()
         elif step == self._first:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
-    def stop(self) -> None:
-        """Ends the trace if one runs."""
+    def close(self) -> None:
+        """Ends the trace if one is being taken."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

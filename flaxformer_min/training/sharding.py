@@ -1,4 +1,4 @@
-"""Which device holds what: one table from parameter names to axes of the mesh."""
+"""The split of arrays over devices: one table from names of parameters to axes of the mesh."""
 
 import functools
 import math
@@ -11,14 +11,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.config import Config, MeshConfig, ModelConfig
 from flaxformer_min.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
-ROWS = P(ROW_AXES)  # of a batch
+ROWS = P(ROW_AXES)  # the split of an array [B, ...]: its rows, over data and fsdp together
 
-# The first pattern found in a leaf's path decides; optimizer moments end in the same names.
+# The first pattern found in the name of a leaf decides how it is split. The names of optimizer
+# moments end in those of their parameters, so that they are split alike.
 RULES = (
     (r"embedding$", P("tensor", "fsdp")),
     (r"attention/(query|key|value)$", P("fsdp", "tensor")),
@@ -31,8 +33,9 @@ RULES = (
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh (data, fsdp, tensor) over all devices; an axis of -1 takes what the others leave.
+    """The mesh with the axes AXES over the given devices; by default over all devices of the run.
 
+    An axis of size -1 gets the devices that the other axes leave.
     Raises UserError if the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
@@ -50,10 +53,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Refuses what the devices cannot share evenly, before anything is compiled.
+    """Raises UserError for a size that an axis of the mesh does not divide, naming what would fit.
 
-    Raises:
-        UserError: names the size, the axis that does not divide it, and what would fit.
+    It also raises UserError where the config asks for an attention that these devices do not have.
     """
     if config.model.attention == "cudnn":
         _check_cudnn(config.model, mesh.devices.flat[0].platform)
@@ -74,6 +76,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def _check_cudnn(model: ModelConfig, platform: str) -> None:
+    """Raises UserError unless cuDNN has attention for such a model on such devices."""
     wide = model.d_k == model.d_v <= 128 and model.d_k % 8 == 0
     plain = model.compute_dtype == "bfloat16" and model.attention_dropout == 0
     if platform != "gpu" or not wide or not plain:
@@ -85,7 +88,7 @@ def _check_cudnn(model: ModelConfig, platform: str) -> None:
 
 
 def _split_sizes(config: Config) -> Iterator[tuple[str, str, int]]:
-    """Axis, field and size of everything that RULES split, and of the heads."""
+    """Axis, field and size of every dimension that RULES split; d_k and d_v are split by heads."""
     model = config.model
     yield "fsdp", "model.d_model", model.d_model
     yield "tensor", "model.num_heads", model.num_heads
@@ -94,29 +97,29 @@ def _split_sizes(config: Config) -> Iterator[tuple[str, str, int]]:
 
 
 def row_shares(mesh: Mesh | None) -> int:
-    """Among how many shares the rows of a batch are divided."""
+    """The number of shares into which the rows of a batch are divided: data x fsdp."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def rows_here(mesh: Mesh, rows: int) -> np.ndarray:
-    """Of so many rows the numbers of those that devices of this process hold, ascending."""
+    """Which rows of a batch of `rows` rows the devices of this process hold, ascending."""
     places = NamedSharding(mesh, ROWS).addressable_devices_indices_map((rows,))
     return np.unique([np.arange(rows)[place] for place in places.values()])
 
 
 def place_rows(mesh: Mesh, batch: Any) -> Any:
-    """Arrays [B, ...] over all devices, of which each process gives its `rows_here`."""
+    """A tree of arrays [B, ...] split by rows over all devices; a process gives its `rows_here`."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, ROWS), batch)
 
 
 def abstract_rows(mesh: Mesh, rows: int, *lengths: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of token ids [rows, length] for each length, as `place_rows` will place them."""
+    """Token ids [rows, length] for each length, as shapes that are split like real batches."""
     sharding = NamedSharding(mesh, ROWS)
     return [jax.ShapeDtypeStruct((rows, n), np.int32, sharding=sharding) for n in lengths]
 
 
 def place_whole(mesh: Mesh, tree: Any) -> Any:
-    """A tree of arrays that every process holds whole, sharded by RULES."""
+    """Splits a tree of arrays by RULES; every process holds the whole tree and gives its share."""
 
     def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
@@ -125,63 +128,63 @@ def place_whole(mesh: Mesh, tree: Any) -> Any:
 
 
 def fetch_whole(mesh: Mesh, tree: Any) -> Any:
-    """The inverse: every leaf whole on a device of this process."""
-    whole = jax.jit(_as_it_is, out_shardings=NamedSharding(mesh, P()))(tree)
+    """The leaves of a split tree, each whole on one device of this process."""
+    whole = jax.jit(_identity, out_shardings=NamedSharding(mesh, P()))(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
 
 
-def _as_it_is(tree: Any) -> Any:  # one function, so that it is compiled once
+def _identity(tree: Any) -> Any:  # not a lambda: jax.jit would compile each new one again
     return tree
 
 
 def shardings(mesh: Mesh, tree: Any, *, without: str | None = None) -> Any:
     """A NamedSharding for every leaf of a tree of arrays or shapes, by RULES.
 
-    Along the axis `without` nothing is split.
+    No leaf is split along the axis `without`.
     """
 
-    def sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    def sharding(name: str) -> NamedSharding:
         axes = next(spec for rule, spec in RULES if re.search(rule, name))
         return NamedSharding(mesh, P(*(None if axis == without else axis for axis in axes)))
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree.unflatten(jax.tree.structure(tree), map(sharding, named_leaves(tree)))
 
 
 def gather_fsdp(mesh: Mesh | None, params: Any) -> Any:
-    """The parameters as a step computes with them: whole along fsdp, where they are kept split.
+    """The parameters whole along the axis fsdp, as a step computes with them.
 
-    Said outright, because XLA alone would rather move the activations of the whole batch.
-    Gradients come back split as the parameters are.
+    Explicit, because XLA would otherwise all-gather activations. Between steps parameters are split
+    along fsdp, and their gradients come back split in the same way.
     """
     if mesh is None or mesh.size == 1:
         return params
     whole = shardings(mesh, params, without="fsdp")
-    return jax.tree.map(_gathered, shardings(mesh, params), whole, params)
+    return jax.tree.map(_gather_leaf, shardings(mesh, params), whole, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(split: NamedSharding, whole: NamedSharding, leaf: jax.Array) -> jax.Array:
+def _gather_leaf(split: NamedSharding, whole: NamedSharding, leaf: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(leaf, whole)
 
 
-def _gather(split, whole, leaf):
-    return _gathered(split, whole, leaf), None
+def _gather_leaf_forward(split, whole, leaf):
+    return _gather_leaf(split, whole, leaf), None
 
 
-def _scatter(split, whole, _, gradient):
-    # Summed whole and then split; asked for the split sum, XLA would split what is summed.
+def _gather_leaf_backward(split, whole, _, gradient):
+    # The sum over devices is asked for whole and then split. Asked for the split sum directly, XLA
+    # would split the arrays from which the gradient is computed.
     gradient = jax.lax.with_sharding_constraint(gradient, whole)
     return (jax.lax.with_sharding_constraint(gradient, split),)
 
 
-_gathered.defvjp(_gather, _scatter)
+_gather_leaf.defvjp(_gather_leaf_forward, _gather_leaf_backward)
 
 
 def abstract(mesh: Mesh, tree: Any) -> Any:
-    """The tree as jax.ShapeDtypeStruct leaves that carry their shardings."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-        shardings(mesh, tree),
-    )
+    """The tree with a jax.ShapeDtypeStruct for every leaf, which carries the sharding by RULES."""
+
+    def shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree, shardings(mesh, tree))

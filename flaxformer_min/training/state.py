@@ -1,4 +1,4 @@
-"""What training carries from step to step, and how it is born."""
+"""The state that a training step takes and returns, and its first value."""
 
 from typing import NamedTuple
 
@@ -12,29 +12,32 @@ from flaxformer_min.model.build import Params, initializer, split_model
 
 
 class TrainState(NamedTuple):
-    """Everything that decides the future, beside the config and the corpus."""
+    """All that changes from step to step; with config and corpus it decides every later step."""
 
-    step: Int[Array, ""]  # batches taken so far; the next batch is number `step`
+    step: Int[Array, ""]  # steps taken so far, and the number of the next batch
     params: Params
     opt_state: optax.OptState
-    skipped: Int[Array, ""]  # steps whose loss or gradient was not finite
-    skipped_in_a_row: Int[Array, ""]
+    skipped: Int[Array, ""]  # steps so far whose loss or gradient was not finite
+    skipped_in_a_row: Int[Array, ""]  # such steps since the last one that was finite
 
 
 class Metrics(NamedTuple):
-    """Of one step, on the global batch."""
+    """Numbers of one step, over the global batch."""
 
     loss: Float[Array, ""]  # label-smoothed, nats per target token
     tokens: Float[Array, ""]  # target tokens, EOS included
-    gradient_norm: Float[Array, ""]
-    skipped: Int[Array, ""]  # steps so far that were not finite
+    gradient_norm: Float[Array, ""]  # of all gradients together, before clipping
+    skipped: Int[Array, ""]  # as in the state after the step
     skipped_in_a_row: Int[Array, ""]
 
 
 def init_state(
     config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
-    """A fresh state: step 0, weights drawn from `seed`. Traceable, so it can be born sharded."""
+    """The state before step 1, with weights drawn from `seed`.
+
+    It can be traced by jax.jit, whose `out_shardings` then make each device draw only its share.
+    """
     _, params = initializer(config, vocab_size)(jax.random.key(seed))
     return initial_state(params, optimizer)
 
@@ -48,6 +51,6 @@ def initial_state(params: Params, optimizer: optax.GradientTransformation) -> Tr
 def state_shapes(
     config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """`init_state` as shapes, without building the modules again."""
+    """The shapes and dtypes of `init_state`'s result; nothing is computed."""
     _, params = split_model(config, vocab_size)
     return jax.eval_shape(lambda params: initial_state(params, optimizer), params)

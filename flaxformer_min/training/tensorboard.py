@@ -13,14 +13,14 @@ from flaxformer_min.system.files import naming
 
 
 class Events:
-    """A TensorBoard event file; what cannot be written raises OSError naming the folder.
+    """A TensorBoard event file; every method raises OSError naming the folder if it cannot write.
 
-    tensorboardX's SummaryWriter would write it from a thread, which a full disk kills without a
-    word and which then blocks whoever hands it an eleventh number.
+    tensorboardX's own SummaryWriter writes from a thread. On a full disk that thread dies silently,
+    and the writer blocks for ever once its queue of ten numbers is full.
     """
 
     def __init__(self, folder: Path, step: int):
-        """Hides the events after `step` that earlier files have."""
+        """Opens a new file; TensorBoard ignores what earlier files have after `step`."""
         self._folder = folder
         with naming(folder):
             folder.mkdir(exist_ok=True)
@@ -29,7 +29,7 @@ class Events:
         self._write(Event(step=step + 1, session_log=start))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step, by name."""
+        """Writes the numbers of a step under their names."""
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
 
@@ -39,7 +39,7 @@ class Events:
             self._writer.flush()
 
     def close(self) -> None:
-        """Puts everything on disk and ends the file."""
+        """Puts everything on disk and closes the file."""
         with naming(self._folder):
             self._writer.close()
 

@@ -1,9 +1,9 @@
-"""How good the model is now: loss and perplexity per token, and BLEU of real beam search."""
+"""The evaluation of a model in training: loss and perplexity per token, and BLEU."""
 
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -18,26 +18,28 @@ from flaxformer_min.data.corpus import EncodedCorpus
 from flaxformer_min.data.sources import read_pairs
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.bleu import bleu_record
-from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.build import Params
 from flaxformer_min.system.processes import broadcast, compiled_together, exchange
 from flaxformer_min.system.signals import AgreedStop
 from flaxformer_min.training.loss import Sums, make_loss
 from flaxformer_min.training.sharding import fetch_whole, place_rows, row_shares, rows_here
 
-T = TypeVar("T")
+# (params, lines, first_line) -> batches of (place, text), as Validation describes it
+Translate = Callable[[Params, Sequence[str], int], Iterator[list[tuple[int, str]]]]
+
+Item = TypeVar("Item")
 
 
 class GivenUp(Exception):
-    """The evaluation was broken off between two batches."""
+    """An evaluation was ended between two batches because the run was asked to stop."""
 
 
 class Validation:
     """The validation split, encoded for the loss and as raw lines for BLEU.
 
-    All devices of all processes share each batch of the loss; for BLEU each process decodes its
-    share of the lines. Before each batch of either, `stop` is asked whether to give up: then
-    GivenUp is raised, in all processes, and nothing of the evaluation is kept.
+    All devices of all processes share each batch of the loss. For BLEU each process translates its
+    share of the lines. Before each batch of either, `stop` is asked whether to give up: if so,
+    GivenUp is raised in all processes, and nothing of the evaluation is kept.
     """
 
     def __init__(
@@ -47,12 +49,19 @@ class Validation:
         corpus: EncodedCorpus,
         graphdef: nnx.GraphDef,
         mesh: Mesh,
+        translate: Translate,
     ):
-        self._mesh = mesh
+        """`translate(params, lines, first_line)` translates source lines with the given parameters.
+
+        Its `params` are whole on one device of this process; `lines` are this process's share of
+        the split, of which lines[0] has the number `first_line`, for messages. It yields batch by
+        batch, in any order, the (place, text) of lines[place] for every line; it may leave out
+        blank ones, which stay blank. An evaluation that is given up asks it for no further batch.
+        """
+        self._mesh, self._translate = mesh, translate
         self._config, self._tokenizer, self._corpus = config, tokenizer, corpus
         pairs = list(read_pairs(config.data, config.data.validation))
         self._sources, self._references = map(list, zip(*pairs, strict=True))
-        self._translator = Translator(config, tokenizer, {})  # gets its weights when it is used
 
         ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id}
         unsmoothed = make_loss(graphdef, **ids, smoothing=0.0)
@@ -64,9 +73,9 @@ class Validation:
         self._sums = compiled_together(jax.jit(sums, out_shardings=whole))
 
     def __call__(self, params: Params, step: int, stop: AgreedStop) -> dict[str, Any]:
-        """The evaluation of `params` at `step`, as it goes to metrics.jsonl and the checkpoint.
+        """The record of an evaluation of `params` at `step`, for metrics.jsonl and the checkpoint.
 
-        Perplexity is exp of the unsmoothed loss per target token, EOS included.
+        Perplexity is exp of the unsmoothed loss per target token, EOS included. Raises GivenUp.
         """
         loss = self.loss(params, stop)
         return {
@@ -76,7 +85,7 @@ class Validation:
         }
 
     def loss(self, params: Params, stop: Callable[[], bool]) -> float:
-        """Unsmoothed nats per target token over the whole split."""
+        """The unsmoothed loss over the whole split, in nats per target token. Raises GivenUp."""
         total = tokens = 0.0
         batches = evaluation_batches(
             self._corpus,
@@ -91,39 +100,39 @@ class Validation:
         return total / tokens
 
     def bleu(self, params: Params, step: int, stop: AgreedStop) -> dict[str, Any]:
-        """The BLEU record of beam search on the raw lines.
+        """The BLEU record of the translations of the raw lines. Raises GivenUp.
 
-        A line's batch shape follows from its own length, so it does not matter who decodes it.
+        The batch shape of a line follows from the line's own length, so it does not matter which
+        process translates it.
         """
-        self._translator.params = fetch_whole(self._mesh, params)
-        shares = exchange(json.dumps(self._share(stop))).values()
+        whole = fetch_whole(self._mesh, params)
+        shares = exchange(json.dumps(self._translate_share(whole, stop))).values()
         found = [json.loads(share) for share in shares]
         if None in found:
             raise GivenUp
-        texts = [""] * len(self._sources)  # a blank line has a blank translation
+        texts = [""] * len(self._sources)
         for place, text in itertools.chain(*found):
             texts[place] = text
         decode = self._config.decode
         return broadcast(lambda: bleu_record(texts, self._references, decode, step))
 
-    def _share(self, stop: AgreedStop) -> list[tuple[int, str]] | None:
-        """(place, translation) of this process's lines; None if it gave up."""
-        lines, processes = len(self._sources), jax.process_count()
-        start, end = (
-            lines * p // processes for p in (jax.process_index(), jax.process_index() + 1)
-        )
-        batches = self._translator.decode(self._sources[start:end], first_line=start + 1)
+    def _translate_share(self, params: Params, stop: AgreedStop) -> list[tuple[int, str]] | None:
+        """(place, translation) of the lines of this process; None if it gave up."""
+        lines, process, processes = len(self._sources), jax.process_index(), jax.process_count()
+        start, end = lines * process // processes, lines * (process + 1) // processes
+        batches = self._translate(params, self._sources[start:end], start + 1)
         try:
             return [
-                (start + place, translation.text)
+                (start + place, text)
                 for batch in _until(stop.in_sight, batches)
-                for place, translation in batch
+                for place, text in batch
             ]
         except GivenUp:
             return None
 
 
-def _until(stop: Callable[[], bool], batches: Iterable[T]) -> Iterator[T]:
+def _until(stop: Callable[[], bool], batches: Iterable[Item]) -> Iterator[Item]:
+    """The batches; raises GivenUp before the first one at which `stop()` is true."""
     for batch in batches:
         if stop():
             raise GivenUp

@@ -1,0 +1,70 @@
+"""The evaluation in training: what it asks of the function that translates, and how it gives up."""
+
+import signal
+
+import jax
+import pytest
+
+from flaxformer_min.model.build import split_model
+from flaxformer_min.system.signals import AgreedStop, StopRequest
+from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.sharding import make_mesh
+from flaxformer_min.training.state import init_state
+from flaxformer_min.training.validation import GivenUp, Validation
+from flaxformer_min.training.workdir import claim, prepare_data
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("workdir")
+    claim(workdir, tiny)
+    return prepare_data(tiny, workdir)
+
+
+@pytest.fixture(scope="module")
+def references(corpus):
+    return (corpus / "validation.de").read_text().splitlines()
+
+
+def validation_with(translate, tiny, data):
+    """A Validation and parameters for it."""
+    optimizer = make_optimizer(tiny.optimizer, tiny.model.d_model)
+    params = init_state(tiny.model, data.tokenizer.vocab_size, optimizer, seed=3).params
+    graphdef, _ = split_model(tiny.model, data.tokenizer.vocab_size)
+    mesh = make_mesh(tiny.mesh)
+    return Validation(tiny, data.tokenizer, data.validation, graphdef, mesh, translate), params
+
+
+def test_translations_in_any_order_go_to_their_lines_and_what_is_left_out_is_blank(
+    tiny, data, corpus, references
+):
+    asked = []
+
+    def translate(params, lines, first_line):
+        asked.append((params, list(lines), first_line))
+        last = len(lines) - 1
+        yield [(last, references[last])]
+        yield [(place, references[place]) for place in range(1, last)]
+
+    validation, params = validation_with(translate, tiny, data)
+    record = validation.bleu(params, 7, AgreedStop(StopRequest()))
+    ((whole, lines, first_line),) = asked
+    assert (lines, first_line) == ((corpus / "validation.en").read_text().splitlines(), 1)
+    assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(whole))
+    assert record["step"] == 7 and record["lines"] == len(references)
+    assert record["precisions"][0] == 100 and record["brevity_penalty"] < 1  # line 0 is blank
+
+
+def test_a_stop_between_two_batches_gives_the_evaluation_up_and_asks_for_no_more(tiny, data):
+    stop, batches = StopRequest(), []
+
+    def translate(params, lines, first_line):
+        for place in range(len(lines)):
+            batches.append(place)
+            yield [(place, "x")]
+            stop.adopt(signal.SIGTERM)
+
+    validation, params = validation_with(translate, tiny, data)
+    with pytest.raises(GivenUp):
+        validation.bleu(params, 7, AgreedStop(stop))
+    assert batches == [0, 1]  # the second is thrown away
