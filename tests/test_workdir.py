@@ -1,6 +1,7 @@
 """What a workdir lets in: its own run, and nothing that would mix two."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,26 @@ def test_a_resumed_run_misses_what_it_was_trained_with(tiny, tmp_path, name, con
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         prepare_data(tiny, tmp_path)
+
+
+@pytest.mark.parametrize("seen", [[], ["tokenizer.model"]])
+def test_a_process_that_does_not_see_what_process_0_prepared_says_so(
+    tiny, tmp_path, monkeypatch, seen
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    claim(there, tiny)
+    prepare_data(tiny, there)
+    report = json.loads((there / "corpus.json").read_text())
+    digests = {split: report[split]["digest"] for split in ("train", "validation")}
+    digests["tokenizer"] = report["tokenizer"]
+    here.mkdir()
+    for name in seen:
+        shutil.copy(there / name, here)
+    monkeypatch.setattr(prepared_data, "broadcast", lambda work: digests)
+    with pytest.raises(UserError, match=f"--workdir {here}: must be on a disk that all processes"):
+        prepare_data(tiny, here)
+    assert prepare_data(tiny, there).tokenizer.sha256 == digests["tokenizer"]
 
 
 def test_a_start_killed_before_its_tokenizer_was_written_does_not_bind_the_next(
