@@ -8,10 +8,11 @@ import pytest
 from flaxformer_min.model.build import split_model
 from flaxformer_min.system.signals import AgreedStop, StopRequest
 from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh
 from flaxformer_min.training.state import init_state
 from flaxformer_min.training.validation import GivenUp, Validation
-from flaxformer_min.training.workdir import claim, prepare_data
+from flaxformer_min.training.workdir import claim
 
 
 @pytest.fixture(scope="module")
