@@ -63,7 +63,7 @@ def test_a_stop_between_two_batches_gives_the_evaluation_up_and_asks_for_no_more
         for place in range(len(lines)):
             batches.append(place)
             yield [(place, "x")]
-            stop.adopt(signal.SIGTERM)
+            stop.record(signal.SIGTERM)
 
     validation, params = validation_with(translate, tiny, data)
     with pytest.raises(GivenUp):
