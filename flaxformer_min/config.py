@@ -12,7 +12,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from flaxformer_min.errors import UserError
@@ -268,9 +268,22 @@ def _loop_rules(config: Config) -> Rules:
     yield "train.patience", patient, "at least 1, or None to train all steps"
     yield "train.label_smoothing", 0 <= train.label_smoothing < 1, "at least 0 and below 1"
     yield "train.seed", 0 <= train.seed < 2**32, "from 0 to 4294967295"
-    yield "decode.beam_size", decode.beam_size >= 1, "at least 1"
-    yield "decode.length_penalty_alpha", math.isfinite(decode.length_penalty_alpha), "finite"
-    yield "decode.max_length_offset", decode.max_length_offset >= 0, "at least 0"
+    for name in ("beam_size", "length_penalty_alpha", "max_length_offset"):
+        rule, holds = range_of(f"decode.{name}")
+        yield f"decode.{name}", holds(getattr(decode, name)), rule
+
+
+# What a value must be, the test of it, and the fields that it holds for.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("at least 1", lambda value: value >= 1, "decode.beam_size"),
+    ("at least 0", lambda value: value >= 0, "decode.max_length_offset"),
+    ("finite", math.isfinite, "decode.length_penalty_alpha"),
+)
+
+
+def range_of(key: str) -> tuple[str, Callable[[Any], bool]]:
+    """What the value of a field must be, in words, and the test of it."""
+    return next((rule, holds) for rule, holds, keys in RANGES if key in keys.split())
 
 
 def _mesh_rules(config: Config) -> Rules:

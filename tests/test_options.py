@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from flaxformer_min.config import DecodeConfig
+from flaxformer_min.decoding import programs  # noqa: F401, makes Options a pytree
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.errors import UserError
 
@@ -11,17 +12,17 @@ CONFIG = DecodeConfig(beam_size=5, length_penalty_alpha=0.7, max_length_offset=1
 
 
 def test_what_is_not_given_is_the_config_s():
-    settled = Options().settled(CONFIG)
-    assert (settled.beam_size, settled.length_penalty_alpha, settled.max_length_offset) == (
+    whole = Options().with_defaults(CONFIG)
+    assert (whole.beam_size, whole.length_penalty_alpha, whole.max_length_offset) == (
         5,
         0.7,
         11,
     )
     given = Options(beam_size=3, length_penalty_alpha=0.0, max_length_offset=0, n_best=2)
-    settled = given.settled(CONFIG)
-    assert (settled.beam_size, settled.length_penalty_alpha, settled.max_length_offset) == (3, 0, 0)
-    assert settled.n_best == 2
-    assert Options(sample=True, n_best=7).settled(CONFIG).beam_size == 1
+    whole = given.with_defaults(CONFIG)
+    assert (whole.beam_size, whole.length_penalty_alpha, whole.max_length_offset) == (3, 0, 0)
+    assert whole.n_best == 2
+    assert Options(sample=True, n_best=7).with_defaults(CONFIG).beam_size == 1
 
 
 @pytest.mark.parametrize(
@@ -50,13 +51,13 @@ def test_what_is_not_given_is_the_config_s():
 )
 def test_what_makes_no_sense_is_one_line(options, message):
     with pytest.raises(UserError, match=message) as raised:
-        options.settled(CONFIG)
+        options.with_defaults(CONFIG)
     assert "\n" not in str(raised.value)
 
 
 def test_only_what_decides_shapes_is_compiled_in():
     def structure(options: Options) -> jax.tree_util.PyTreeDef:
-        return jax.tree.structure(options.settled(CONFIG))
+        return jax.tree.structure(options.with_defaults(CONFIG))
 
     one = structure(Options(length_penalty_alpha=0.1, min_length=2, attention=True))
     assert one == structure(Options(length_penalty_alpha=0.2, min_length=3))

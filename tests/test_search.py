@@ -12,6 +12,7 @@ import pytest
 from flaxformer_min.decoding.constraints import all_but
 from flaxformer_min.decoding.search import (
     Hypotheses,
+    Search,
     beam_search,
     greedy_search,
     length_penalty,
@@ -49,19 +50,21 @@ def search_tables(tables: list, beam: int, alpha: float, n_best: int) -> Hypothe
         del tokens
         return jnp.log(sentences[jnp.arange(len(index)), index]), cache
 
-    search = functools.partial(
-        beam_search,
-        step_fn,
-        sentences=probabilities,
-        rows=len(tables),
+    settings = Search(
         bos_id=0,
         eos_id=1,
         pad_id=0,
-        max_lengths=jnp.full(len(tables), len(tables[0]), jnp.int32),
         length=len(tables[0]),
         beam_size=beam,
         length_penalty_alpha=alpha,
         n_best=n_best,
+    )
+    search = functools.partial(
+        beam_search,
+        step_fn,
+        sentences=probabilities,
+        max_lengths=jnp.full(len(tables), len(tables[0]), jnp.int32),
+        search=settings,
     )
     return jax.device_get(jax.jit(search)({}))
 
@@ -112,15 +115,16 @@ def test_a_search_for_one_stops_before_a_search_for_two():
             beam_search,
             step_fn,
             sentences=(),
-            rows=1,
-            bos_id=0,
-            eos_id=1,
-            pad_id=0,
             max_lengths=jnp.array([3]),
-            length=3,
-            beam_size=2,
-            length_penalty_alpha=0.0,
-            n_best=n_best,
+            search=Search(
+                bos_id=0,
+                eos_id=1,
+                pad_id=0,
+                length=3,
+                beam_size=2,
+                length_penalty_alpha=0.0,
+                n_best=n_best,
+            ),
         )
         jax.block_until_ready(jax.jit(search)({}))
         jax.effects_barrier()
@@ -157,21 +161,18 @@ def search_prefixes(
 
     if max_lengths is None:
         max_lengths = jnp.full(batch, length, jnp.int32)
-    more = {} if search is greedy_search else {"beam_size": beam, "n_best": n_best}
-    return search(
-        step_fn,
-        jnp.zeros((rows, beam), jnp.int32),
-        log_probs,
-        rows=rows,
+    settings = Search(
         bos_id=vocab,
         eos_id=eos,
         pad_id=vocab + 1,
-        max_lengths=max_lengths,
         length=length,
+        beam_size=beam,
+        n_best=n_best,
         length_penalty_alpha=alpha,
+        rows=rows,
         allowed=lambda tokens, index, sentences: all_but(forbidden, vocab),
-        **more,
     )
+    return search(step_fn, jnp.zeros((rows, beam), jnp.int32), log_probs, max_lengths, settings)
 
 
 def prefix_number(prefix: tuple[int, ...], vocab: int) -> int:
