@@ -298,6 +298,32 @@ def test_stopping_early_changes_no_result(beam):
                 assert [ids(found, i, n) for n in range(n_best)] == [list(t) for _, t in expected]
 
 
+# --- In few lines ---------------------------------------------------------------------------------
+
+
+def test_a_search_needs_ids_and_a_length_and_has_the_beam_and_the_penalty_of_the_paper():
+    """Always: EOS (1) with probability 0.4, token 2 with 0.6, so EOS at once is the best."""
+
+    def step_fn(tokens, cache, index, sentences):
+        row = jnp.log(jnp.array([0.0, 0.4, 0.6]))
+        return jnp.broadcast_to(row, (*tokens.shape, 3)), cache
+
+    search = Search(bos_id=0, eos_id=1, pad_id=0, length=3)
+    found = beam_search(step_fn, (), (), jnp.array([3, 2]), search)
+    assert (search.beam_size, search.length_penalty_alpha) == (4, 0.6)
+    assert found.tokens.tolist() == [[[1, 0, 0]], [[1, 0, 0]]]
+    np.testing.assert_allclose(found.scores, np.log(0.4), rtol=1e-6)
+    greedy = greedy_search(step_fn, (), (), jnp.array([3, 2]), search)
+    assert greedy.tokens.tolist() == [[[2, 2, 2]], [[2, 2, 0]]]
+    np.testing.assert_allclose(greedy.scores[0, 0], 3 * np.log(0.6) / (8 / 6) ** 0.6, rtol=1e-6)
+
+
+def test_more_hypotheses_than_the_beam_are_refused():
+    search = Search(bos_id=0, eos_id=1, pad_id=0, length=3, n_best=5)
+    with pytest.raises(AssertionError):
+        beam_search(lambda *_: None, (), (), jnp.array([3]), search)
+
+
 # --- Properties -----------------------------------------------------------------------------------
 
 

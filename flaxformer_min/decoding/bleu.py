@@ -6,6 +6,7 @@ from typing import Any
 import sacrebleu
 
 from flaxformer_min.config import DecodeConfig
+from flaxformer_min.decoding.options import IN_CONFIG
 
 
 def bleu_record(
@@ -30,7 +31,5 @@ def bleu_record(
         "brevity_penalty": result.bp,
         "lines": len(references),
         "step": step,
-        "beam_size": decode.beam_size,
-        "length_penalty_alpha": decode.length_penalty_alpha,
-        "max_length_offset": decode.max_length_offset,
+        **{name: getattr(decode, name) for name in IN_CONFIG},
     }

@@ -75,37 +75,42 @@ def search_batch(
     `options` are whole (Options.with_defaults). A hypothesis has at most source (or prefix) length
     + offset tokens, and at most `longest`.
     """
+    models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
+    search = _search_settings(models, tokenizer, longest, rows.source.shape[1], options)
+    at_once = rows_at_once(rows.source.shape[1])
+    caches = [init_cache(model, at_once, search.beam_size, search.length) for model in models]
+    if not options.sample:
+        limits = _limits(rows, options, longest, tokenizer.pad_id)
+        return beam_search(mean_step(models), caches, rows, limits, search)
+    draws = _repeat(rows, options.n_best)
+    limits = _limits(draws, options, longest, tokenizer.pad_id)
+    keys = functools.partial(_keys, options.seed)
+    draw_from = functools.partial(
+        narrow, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
+    )
+    found = sample(mean_step(models), caches, draws, limits, search, keys, draw_from)
+    return _rank_draws(found, options.n_best)
+
+
+def _search_settings(
+    models: Sequence[Transformer], tokenizer: Tokenizer, longest: int, width: int, options: Options
+) -> Search:
+    """The settings of the search of rows of `width` source positions."""
     alpha, offset = options.length_penalty_alpha, options.max_length_offset
     assert options.beam_size is not None and alpha is not None and offset is not None
-    if options.sample:
-        rows = _repeat(rows, options.n_best)
-    width = rows.source.shape[1]
-    models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
-    search = Search(
+    return Search(
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         length=min(width + offset, longest),
         beam_size=options.beam_size,
-        n_best=1 if options.sample else options.n_best,
+        n_best=min(options.n_best, options.beam_size),  # of sampling, one in each search
         length_penalty_alpha=alpha,
         rows=rows_at_once(width),
         prepare=functools.partial(encode_rows, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
         move=_move_caches,
     )
-    caches = [
-        init_cache(model, rows_at_once(width), search.beam_size, search.length) for model in models
-    ]
-    limits = _limits(rows, offset, longest, tokenizer.pad_id)
-    task = mean_step(models), caches, rows, limits, search
-    if not options.sample:
-        return beam_search(*task)
-    keys = functools.partial(_keys, options.seed)
-    draw_from = functools.partial(
-        narrow, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
-    )
-    return _rank_draws(sample(*task, keys, draw_from), options.n_best)
 
 
 def encode_rows(models: Sequence[Transformer], pad_id: int, rows: Rows) -> Ready:
@@ -164,13 +169,14 @@ def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
     return allowed
 
 
-def _limits(rows: Rows, offset: int, longest: int, pad_id: int) -> Int[Array, " B"]:
+def _limits(rows: Rows, options: Options, longest: int, pad_id: int) -> Int[Array, " B"]:
     """The length limit of each row; it is 0 for a row without a sentence, which never begins."""
     sizes = jnp.sum(rows.source != pad_id, axis=1)
     room = sizes
     if rows.prefixes is not None:  # a prefix that is longer than the source, and EOS
         room = jnp.maximum(sizes, jnp.sum(rows.prefixes != pad_id, axis=1) + 1)
-    return jnp.where(sizes > 0, jnp.minimum(room + offset, longest), 0)
+    assert options.max_length_offset is not None
+    return jnp.where(sizes > 0, jnp.minimum(room + options.max_length_offset, longest), 0)
 
 
 def _repeat(rows: Rows, count: int) -> Rows:

@@ -4,7 +4,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from flaxformer_min.data.lines import decode_lines, read_lines
 from flaxformer_min.data.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def translate_stream(
         if write_attention is not None:
             for number, each in enumerate(found, first_line):
                 _write_weights(translator.tokenizer, number, each, write_attention)
-        yield [_line(translation, as_json) for translation in found]
+        yield [to_json(each) if as_json else each.text for each in found]
         first_line += len(lines)
     if beginnings is not None and any(True for _ in beginnings):
         raise UserError(f"{prefix} has more lines than standard input, which has {first_line - 1}")
@@ -71,9 +71,9 @@ def ready_lines(source: io.BufferedIOBase, *, one_by_one: bool = False) -> Itera
         yield [rest]
 
 
-def hypotheses(translation: Translation) -> list[dict[str, Any]]:
-    """The n best of a line, best first, as JSON."""
-    return [
+def to_json(translation: Translation) -> str:
+    """The n best of a line, best first, as a JSON array."""
+    hypotheses = [
         {
             "text": each.text,
             "score": each.score,
@@ -83,12 +83,7 @@ def hypotheses(translation: Translation) -> list[dict[str, Any]]:
         }
         for each in (translation, *translation.others)
     ]
-
-
-def _line(translation: Translation, as_json: bool) -> str:
-    if not as_json:
-        return translation.text
-    return json.dumps(hypotheses(translation), ensure_ascii=False)
+    return json.dumps(hypotheses, ensure_ascii=False)
 
 
 def _write_weights(

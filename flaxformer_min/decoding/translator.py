@@ -39,7 +39,7 @@ from flaxformer_min.decoding.sentences import (
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
-from flaxformer_min.system.threads import in_order
+from flaxformer_min.system.threads import map_ahead
 
 # A batch is too small to keep the cores of a CPU busy, so there is one for each.
 BATCHES_AT_ONCE = min(os.cpu_count() or 1, 8)
@@ -177,7 +177,7 @@ class Translator:
 
         Between two batches the caller may stop. The arguments are those of `translate`.
         """
-        whole = options.with_defaults(self.config.decode)
+        settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
         sentences = encode_sentences(self.tokenizer, lines, prefixes, self._longest, first_line)
@@ -188,14 +188,14 @@ class Translator:
             rows = make_rows(
                 chosen, width, self.tokenizer.pad_id, with_prefixes=prefixes is not None
             )
-            found = self._search((self._params, *self._others), rows, whole)
+            found = self._search((self._params, *self._others), rows, settings)
             weights = self._attention(rows, found) if options.attention else None
             return list(self._translations(chosen, jax.device_get(found), weights))
 
         # Attention weights are large, so that fewer lines at a time have theirs.
         lines_per_row = 1 if options.attention else LINES_PER_ROW
         batches = self._batches([sentence.length for sentence in sentences], lines_per_row)
-        yield from in_order(search, batches, BATCHES_AT_ONCE)
+        yield from map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """The log-probability of each pair's target given its source, EOS included, in order.

@@ -1,7 +1,7 @@
-"""Work that several threads share."""
+"""Work that threads do ahead of the one who needs it."""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -9,22 +9,23 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int
-) -> Iterator[Result]:
-    """function(item) of each item, in the order of the items, from several threads.
+def map_ahead(
+    function: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int
+) -> Generator[Result, None, None]:
+    """Yields function(item) of each item, in the items' order, `ahead` items before they are due.
 
-    The threads work ahead of the caller: a result is given out once `threads` later items have
-    been handed to them. A caller that stops early waits for the calls that have begun.
+    While one result is in use, the next `ahead` items are at work or done, in `threads` threads. An
+    error of the function is raised in place of its result. Closing the generator waits for the
+    calls at work and ends the threads.
     """
     pool = ThreadPoolExecutor(threads)
-    pending: collections.deque[Future[Result]] = collections.deque()
+    results: collections.deque[Future[Result]] = collections.deque()
     try:
         for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+            results.append(pool.submit(function, item))
+            if len(results) > ahead:
+                yield results.popleft().result()
+        while results:
+            yield results.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
