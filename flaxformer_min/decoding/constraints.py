@@ -45,7 +45,7 @@ def no_repeated_ngram(
     return ~forbidden.at[b[..., None], m[..., None], tokens[:, :, ends]].max(repeats)
 
 
-def beginning(
+def forced_prefix(
     allowed: Bool[Array, "#B #M V"],
     prefixes: Int[Array, "B P"],
     index: Int[Array, " B"],

@@ -50,7 +50,7 @@ class Options:
     """How to search or sample, what a hypothesis may be, and what comes back.
 
     None means the config's value, or that there is no such limit. Lengths are in tokens and count
-    EOS. All constraints hold together; a forced beginning comes before any of them.
+    EOS. All constraints hold together; a prefix comes before any of them.
     """
 
     beam_size: int | None = _option(

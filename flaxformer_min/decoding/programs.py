@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.decoding import constraints
 from flaxformer_min.decoding.batches import rows_at_once
-from flaxformer_min.decoding.constraints import all_but, beginning, long_enough, no_repeated_ngram
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.sampling import narrow, sample
 from flaxformer_min.decoding.search import Allowed, Hypotheses, Search, StepFn, beam_search, take
-from flaxformer_min.decoding.sentences import Rows
+from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.model.build import Params
 from flaxformer_min.model.cached import DecodingCache, decode_step, init_cache, memory_keys_values
 from flaxformer_min.model.layers import KeysValues
@@ -38,9 +38,9 @@ jax.tree_util.register_dataclass(Options)
 
 
 class Ready(NamedTuple):
-    """Rows with their source encoded: what the decoders attend to at every step."""
+    """Sentences with their source encoded, as the decoders need them at every step."""
 
-    rows: Rows
+    sentences: PaddedSentences
     mask: Bool[Array, "B 1 1 S"]
     memories: list[list[KeysValues]]  # of each model, of each of its layers
 
@@ -67,22 +67,23 @@ def search_batch(
     tokenizer: Tokenizer,
     longest: int,
     params: tuple[Params, ...],
-    rows: Rows,
+    sentences: PaddedSentences,
     options: Options,
 ) -> Hypotheses:
-    """The N = n_best hypotheses of each row, [B, N, T], best first.
+    """The N = n_best hypotheses of each sentence, [B, N, T], best first.
 
     `options` are whole (Options.with_defaults). A hypothesis has at most source (or prefix) length
     + offset tokens, and at most `longest`.
     """
     models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
-    search = _search_settings(models, tokenizer, longest, rows.source.shape[1], options)
-    at_once = rows_at_once(rows.source.shape[1])
-    caches = [init_cache(model, at_once, search.beam_size, search.length) for model in models]
+    width = sentences.source.shape[1]
+    search = _search_settings(models, tokenizer, longest, width, options)
+    rows = rows_at_once(width)
+    caches = [init_cache(model, rows, search.beam_size, search.length) for model in models]
     if not options.sample:
-        limits = _limits(rows, options, longest, tokenizer.pad_id)
-        return beam_search(mean_step(models), caches, rows, limits, search)
-    draws = _repeat(rows, options.n_best)
+        limits = _limits(sentences, options, longest, tokenizer.pad_id)
+        return beam_search(mean_step(models), caches, sentences, limits, search)
+    draws = _repeat(sentences, options.n_best)
     limits = _limits(draws, options, longest, tokenizer.pad_id)
     keys = functools.partial(_keys, options.seed)
     draw_from = functools.partial(
@@ -95,7 +96,7 @@ def search_batch(
 def _search_settings(
     models: Sequence[Transformer], tokenizer: Tokenizer, longest: int, width: int, options: Options
 ) -> Search:
-    """The settings of the search of rows of `width` source positions."""
+    """The settings of a search of sentences padded to `width`."""
     alpha, offset = options.length_penalty_alpha, options.max_length_offset
     assert options.beam_size is not None and alpha is not None and offset is not None
     return Search(
@@ -107,21 +108,21 @@ def _search_settings(
         n_best=min(options.n_best, options.beam_size),  # of sampling, one in each search
         length_penalty_alpha=alpha,
         rows=rows_at_once(width),
-        prepare=functools.partial(encode_rows, models, tokenizer.pad_id),
+        prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
         move=_move_caches,
     )
 
 
-def encode_rows(models: Sequence[Transformer], pad_id: int, rows: Rows) -> Ready:
-    """The rows with their source encoded by each model."""
-    mask = padding_mask(rows.source, pad_id)
-    memories = [memory_keys_values(model, model.encode(rows.source, mask)) for model in models]
-    return Ready(rows, mask, memories)
+def encode_sources(models: Sequence[Transformer], pad_id: int, sentences: PaddedSentences) -> Ready:
+    """The sentences with their source encoded by each model."""
+    source, mask = sentences.source, padding_mask(sentences.source, pad_id)
+    memories = [memory_keys_values(model, model.encode(source, mask)) for model in models]
+    return Ready(sentences, mask, memories)
 
 
 def mean_step(models: Sequence[Transformer]) -> StepFn:
-    """The step function of an ensemble on `Ready` rows; its cache is a list of theirs."""
+    """The step function of an ensemble on `Ready` sentences; its cache is one for each model."""
 
     def step_fn(tokens, caches, index, ready):
         steps = [
@@ -151,48 +152,52 @@ def _move_caches(caches: list[DecodingCache], parents: Int[Array, "B M"]) -> lis
 
 
 def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
-    """Which token the options allow next; the prefix of a row comes before all of them."""
-    vocab_size, pad_id = tokenizer.vocab_size, tokenizer.pad_id
+    """Which token the options allow next; a sentence's prefix comes before all of them."""
+    vocab_size = tokenizer.vocab_size
     wanted = () if options.forbid_unknown else (tokenizer.unk_id,)
     never = tuple(i for i in tokenizer.never_generated if i not in wanted)
 
     def allowed(
         tokens: Int[Array, "B M L"], index: Int[Array, " B"], ready: Ready
     ) -> Bool[Array, "B #M V"]:
-        mask = all_but(never, vocab_size)
-        mask &= long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
+        mask = constraints.all_but(never, vocab_size)
+        mask &= constraints.long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
         if size := options.no_repeat_ngram_size:
-            mask &= no_repeated_ngram(tokens, index, size, vocab_size)
-        prefixes = ready.rows.prefixes
-        return mask if prefixes is None else beginning(mask, prefixes, index, pad_id)
+            mask &= constraints.no_repeated_ngram(tokens, index, size, vocab_size)
+        prefixes = ready.sentences.prefixes
+        if prefixes is None:
+            return mask
+        return constraints.forced_prefix(mask, prefixes, index, tokenizer.pad_id)
 
     return allowed
 
 
-def _limits(rows: Rows, options: Options, longest: int, pad_id: int) -> Int[Array, " B"]:
-    """The length limit of each row; it is 0 for a row without a sentence, which never begins."""
-    sizes = jnp.sum(rows.source != pad_id, axis=1)
+def _limits(
+    sentences: PaddedSentences, options: Options, longest: int, pad_id: int
+) -> Int[Array, " B"]:
+    """The length limit of each sentence; it is 0 where there is none, and no search begins."""
+    sizes = jnp.sum(sentences.source != pad_id, axis=1)
     room = sizes
-    if rows.prefixes is not None:  # a prefix that is longer than the source, and EOS
-        room = jnp.maximum(sizes, jnp.sum(rows.prefixes != pad_id, axis=1) + 1)
+    if sentences.prefixes is not None:  # one that is longer than the source needs room, and EOS
+        room = jnp.maximum(sizes, jnp.sum(sentences.prefixes != pad_id, axis=1) + 1)
     assert options.max_length_offset is not None
     return jnp.where(sizes > 0, jnp.minimum(room + options.max_length_offset, longest), 0)
 
 
-def _repeat(rows: Rows, count: int) -> Rows:
-    """Each row `count` times, with numbers: every draw is a sentence of its own."""
-    rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), rows)
-    numbers = jnp.arange(len(rows.draws), dtype=rows.draws.dtype) % count
-    return rows._replace(draws=rows.draws.at[:, 1].set(numbers))
+def _repeat(sentences: PaddedSentences, count: int) -> PaddedSentences:
+    """Each sentence `count` times, with numbers: every draw is a sentence of its own."""
+    repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), sentences)
+    numbers = jnp.arange(len(repeated.draws), dtype=repeated.draws.dtype) % count
+    return repeated._replace(draws=repeated.draws.at[:, 1].set(numbers))
 
 
 def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:
-    """A key for each row, from the seed, its sentence and the number of its draw."""
+    """A key for each sentence, from the seed, its source ids and the number of its draw."""
 
     def key(draw: UInt[Array, "2"]) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draw[0]), draw[1])
 
-    return jax.vmap(key)(ready.rows.draws)
+    return jax.vmap(key)(ready.sentences.draws)
 
 
 def _rank_draws(found: Hypotheses, count: int) -> Hypotheses:
@@ -205,13 +210,13 @@ def score_batch(
     graphdefs: GraphDefs,
     tokenizer: Tokenizer,
     params: tuple[Params, ...],
-    rows: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+    pairs: tuple[Int[Array, "B S"], Int[Array, "B T"]],
 ) -> Float[Array, "B T"]:
     """Forced decoding: the log-probability of each target token given its source and past.
 
     It is 0 at padding.
     """
-    source, target = rows
+    source, target = pairs
     log_probs = []
     for member in zip(graphdefs, params, strict=True):
         model = nnx.merge(*member)

@@ -1,4 +1,4 @@
-"""From lines to the rows of ids that the compiled functions take."""
+"""From lines to the padded ids that the compiled functions take."""
 
 import logging
 import zlib
@@ -12,6 +12,8 @@ from jaxtyping import Array, Int, UInt
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.lines import is_blank
 from flaxformer_min.data.tokenizer import Tokenizer
+
+TOO_LONG = "line %d: %d tokens are more than the model takes; its first %d are used"
 
 _log = logging.getLogger(__name__)
 
@@ -29,15 +31,15 @@ class Sentence(NamedTuple):
         return max(len(self.source), len(self.prefix) + 1)
 
 
-NO_SENTENCE = Sentence(-1, [], [])  # fills the rows of a batch that has too few sentences
+NO_SENTENCE = Sentence(-1, [], [])  # fills up a batch that has too few sentences
 
 
-class Rows(NamedTuple):
-    """Sentences to translate, padded; a row that is all padding has no hypothesis."""
+class PaddedSentences(NamedTuple):
+    """Sentences to translate, padded; an entry that is all padding has no hypothesis."""
 
     source: Int[Array, "B S"]
     prefixes: Int[Array, "B P"] | None  # None if no sentence has one
-    # A number that follows from the source ids, and the number of the draw; see `make_rows`.
+    # A number that follows from the source ids, and the number of the draw; see `pad_sentences`.
     draws: UInt[Array, "B 2"]
 
 
@@ -52,11 +54,11 @@ def encode_sentences(
     places = [place for place, line in enumerate(lines) if not is_blank(line)]
     numbers = [first_line + place for place in places]
     sources = encode_lines(tokenizer, [lines[place] for place in places], numbers, longest)
-    beginnings: list[list[int]] = [[] for _ in places]
+    begin: list[list[int]] = [[] for _ in places]
     if prefixes is not None:
         texts = ["" if is_blank(prefixes[place]) else prefixes[place] for place in places]
-        beginnings = [ids[:-1] for ids in encode_lines(tokenizer, texts, numbers, longest)]
-    return [Sentence(*parts) for parts in zip(places, sources, beginnings, strict=True)]
+        begin = [ids[:-1] for ids in encode_lines(tokenizer, texts, numbers, longest)]
+    return [Sentence(*parts) for parts in zip(places, sources, begin, strict=True)]
 
 
 def encode_lines(
@@ -70,19 +72,14 @@ def encode_lines(
     encoded = tokenizer.encode_batch(lines)
     for number, ids in zip(numbers, encoded, strict=True):
         if len(ids) > longest:
-            _log.warning(
-                "line %d: %d tokens are more than the model takes; its first %d are used",
-                number,
-                len(ids),
-                longest,
-            )
+            _log.warning(TOO_LONG, number, len(ids), longest)
             ids[longest - 1 :] = [tokenizer.eos_id]
     return encoded
 
 
-def make_rows(
+def pad_sentences(
     sentences: Sequence[Sentence], width: int, pad_id: int, *, with_prefixes: bool
-) -> Rows:
+) -> PaddedSentences:
     """The sentences padded to `width`.
 
     A random draw must not depend on the place of a line among other lines. So its key is made from
@@ -94,4 +91,5 @@ def make_rows(
     prefixes = None
     if with_prefixes:
         prefixes = jnp.asarray(padded([each.prefix for each in sentences], width, pad_id))
-    return Rows(jnp.asarray(padded(sources, width, pad_id)), prefixes, jnp.asarray(draws))
+    source = jnp.asarray(padded(sources, width, pad_id))
+    return PaddedSentences(source, prefixes, jnp.asarray(draws))

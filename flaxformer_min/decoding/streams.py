@@ -37,21 +37,23 @@ def translate_stream(
     and for the reasons of `Translator.translate`, also if no line comes.
     """
     options.with_defaults(translator.config.decode)
-    beginnings = None if prefix is None else read_lines(prefix)
+    all_prefixes = None if prefix is None else read_lines(prefix)
     first_line = 1
     for group in ready_lines(source, one_by_one=one_by_one):
         lines = list(decode_lines(group, "standard input", first_line=first_line, errors=errors))
-        prefixes = None if beginnings is None else list(itertools.islice(beginnings, len(lines)))
-        if prefixes is not None and len(prefixes) < len(lines):
-            lines_there = first_line - 1 + len(prefixes)
-            raise UserError(f"{prefix} has {lines_there} lines but standard input has more")
+        prefixes = None
+        if all_prefixes is not None:
+            prefixes = list(itertools.islice(all_prefixes, len(lines)))
+            if len(prefixes) < len(lines):
+                count = first_line - 1 + len(prefixes)
+                raise UserError(f"{prefix} has {count} lines but standard input has more")
         found = translator.translate(lines, options, prefixes=prefixes, first_line=first_line)
         if write_attention is not None:
             for number, each in enumerate(found, first_line):
                 _write_weights(translator.tokenizer, number, each, write_attention)
         yield [to_json(each) if as_json else each.text for each in found]
         first_line += len(lines)
-    if beginnings is not None and any(True for _ in beginnings):
+    if all_prefixes is not None and any(True for _ in all_prefixes):
         raise UserError(f"{prefix} has more lines than standard input, which has {first_line - 1}")
 
 

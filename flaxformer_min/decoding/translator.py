@@ -30,11 +30,11 @@ from flaxformer_min.decoding.programs import on_devices, score_batch, search_bat
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.sentences import (
     NO_SENTENCE,
-    Rows,
+    PaddedSentences,
     Sentence,
     encode_lines,
     encode_sentences,
-    make_rows,
+    pad_sentences,
 )
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
@@ -182,14 +182,14 @@ class Translator:
             raise UserError("attention is that of one model, and this is an ensemble")
         sentences = encode_sentences(self.tokenizer, lines, prefixes, self._longest, first_line)
 
-        def search(batch: Planned) -> list[tuple[int, Translation]]:
-            width, members = batch
+        def search(planned: Planned) -> list[tuple[int, Translation]]:
+            width, members = planned
             chosen = [NO_SENTENCE if m is None else sentences[m] for m in members]
-            rows = make_rows(
+            batch = pad_sentences(
                 chosen, width, self.tokenizer.pad_id, with_prefixes=prefixes is not None
             )
-            found = self._search((self._params, *self._others), rows, settings)
-            weights = self._attention(rows, found) if options.attention else None
+            found = self._search((self._params, *self._others), batch, settings)
+            weights = self._attention(batch, found) if options.attention else None
             return list(self._translations(chosen, jax.device_get(found), weights))
 
         # Attention weights are large, so that fewer lines at a time have theirs.
@@ -234,11 +234,11 @@ class Translator:
         )
         return show_progress(batches, len(lengths))
 
-    def _attention(self, rows: Rows, found: Hypotheses) -> list[AttentionWeights]:
-        """The weights of the best hypothesis of each row, of the second best, and so on."""
+    def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:
+        """The weights of the best hypothesis of each sentence, of the second best, and so on."""
         ranks = range(found.tokens.shape[1])
-        batches = [(rows.source, found.tokens[:, rank]) for rank in ranks]
-        return [jax.device_get(self._weigh(self._params, batch)) for batch in batches]
+        pairs = [(batch.source, found.tokens[:, rank]) for rank in ranks]
+        return [jax.device_get(self._weigh(self._params, pair)) for pair in pairs]
 
     def _translations(
         self,
@@ -249,20 +249,20 @@ class Translator:
         """The place and the hypotheses of each sentence, the best with all others in it."""
 
         def hypothesis(row: int, rank: int) -> Translation:
-            tokens, score, length, log_prob, finished = (leaf[row, rank] for leaf in found)
-            ids, source = tuple(tokens[:length].tolist()), tuple(sentences[row].source)
-            translation = Translation(
-                self.tokenizer.decode(ids),
-                float(score),
-                float(log_prob),
-                ids,
-                bool(finished),
-                source,
+            source, here = tuple(sentences[row].source), (row, rank)
+            tokens = tuple(found.tokens[row, rank, : found.lengths[here]].tolist())
+            attention = None
+            if weights is not None:
+                attention = _without_padding(weights[rank], row, len(source), len(tokens))
+            return Translation(
+                text=self.tokenizer.decode(tokens),
+                score=float(found.scores[here]),
+                log_prob=float(found.log_probs[here]),
+                tokens=tokens,
+                finished=bool(found.finished[here]),
+                source=source,
+                attention=attention,
             )
-            if weights is None:
-                return translation
-            attention = _without_padding(weights[rank], row, len(source), len(ids))
-            return dataclasses.replace(translation, attention=attention)
 
         for row, sentence in enumerate(sentences):
             if sentence is not NO_SENTENCE:
@@ -275,11 +275,11 @@ def _weigh(
     graphdef: nnx.GraphDef,
     tokenizer: Tokenizer,
     params: Params,
-    rows: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+    pairs: tuple[Int[Array, "B S"], Int[Array, "B T"]],
 ) -> AttentionWeights:
-    """The attention weights of a model on source and target rows."""
+    """The attention weights of a model on pairs of source and target."""
     model = nnx.merge(graphdef, params)
-    return attention_weights(model, *rows, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
+    return attention_weights(model, *pairs, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
 
 
 def _without_padding(
