@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flaxformer_min.errors import UserError
 
@@ -269,21 +269,22 @@ def _loop_rules(config: Config) -> Rules:
     yield "train.label_smoothing", 0 <= train.label_smoothing < 1, "at least 0 and below 1"
     yield "train.seed", 0 <= train.seed < 2**32, "from 0 to 4294967295"
     for name in ("beam_size", "length_penalty_alpha", "max_length_offset"):
-        rule, holds = range_of(f"decode.{name}")
-        yield f"decode.{name}", holds(getattr(decode, name)), rule
+        allowed = RANGES[f"decode.{name}"]
+        yield f"decode.{name}", allowed.holds(getattr(decode, name)), allowed.rule
 
 
-# What a value must be, the test of it, and the fields that it holds for.
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("at least 1", lambda value: value >= 1, "decode.beam_size"),
-    ("at least 0", lambda value: value >= 0, "decode.max_length_offset"),
-    ("finite", math.isfinite, "decode.length_penalty_alpha"),
-)
+class Range(NamedTuple):
+    """The values that a field may have: in words, and as a test."""
+
+    rule: str
+    holds: Callable[[Any], bool]
 
 
-def range_of(key: str) -> tuple[str, Callable[[Any], bool]]:
-    """What the value of a field must be, in words, and the test of it."""
-    return next((rule, holds) for rule, holds, keys in RANGES if key in keys.split())
+RANGES = {
+    "decode.beam_size": Range("at least 1", lambda n: n >= 1),
+    "decode.length_penalty_alpha": Range("finite", math.isfinite),
+    "decode.max_length_offset": Range("at least 0", lambda n: n >= 0),
+}
 
 
 def _mesh_rules(config: Config) -> Rules:

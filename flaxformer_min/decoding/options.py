@@ -11,20 +11,17 @@ This file imports no JAX, so that --help answers at once.
 import dataclasses
 import math
 import typing
-from collections.abc import Callable
 from typing import Any, Literal
 
-from flaxformer_min.config import DecodeConfig, range_of
+from flaxformer_min.config import RANGES, DecodeConfig, Range
 from flaxformer_min.errors import UserError
 
-Range = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and the test of it
-
-COUNT: Range = "at least 1", lambda n: n >= 1
-COUNT32: Range = "at least 1 and below 2^31", lambda n: 1 <= n < 2**31
-WHOLE: Range = "at least 0", lambda n: n >= 0
-WHOLE32: Range = "at least 0 and below 2^31", lambda n: 0 <= n < 2**31
-POSITIVE: Range = "above 0 and finite", lambda x: 0 < x < math.inf
-SHARE: Range = "above 0 and at most 1", lambda x: 0 < x <= 1
+COUNT = Range("at least 1", lambda n: n >= 1)
+COUNT32 = Range("at least 1 and below 2^31", lambda n: 1 <= n < 2**31)
+WHOLE = Range("at least 0", lambda n: n >= 0)
+WHOLE32 = Range("at least 0 and below 2^31", lambda n: 0 <= n < 2**31)
+POSITIVE = Range("above 0 and finite", lambda x: 0 < x < math.inf)
+SHARE = Range("above 0 and at most 1", lambda x: 0 < x <= 1)
 
 
 def _option(
@@ -54,11 +51,11 @@ class Options:
     """
 
     beam_size: int | None = _option(
-        None, "1 is greedy; the config's by default", range_of("decode.beam_size"), "static"
+        None, "1 is greedy; the config's by default", RANGES["decode.beam_size"], "static"
     )
     # The score is the log-probability divided by ((5 + n) / 6)^alpha.
     length_penalty_alpha: float | None = _option(
-        None, "the config's by default", range_of("decode.length_penalty_alpha")
+        None, "the config's by default", RANGES["decode.length_penalty_alpha"]
     )
     # With `sample` these are N independent draws.
     n_best: int = _option(
@@ -68,7 +65,7 @@ class Options:
     max_length_offset: int | None = _option(
         None,
         "tokens more than the source's; the config's",
-        range_of("decode.max_length_offset"),
+        RANGES["decode.max_length_offset"],
         "static",
         "from zero",
     )
@@ -128,8 +125,9 @@ IN_CONFIG = tuple(
 
 def _check(options: Options, field: dataclasses.Field[Any]) -> None:
     """Raises UserError where a field's value is out of range, or needs sampling and has it not."""
-    value, allowed = getattr(options, field.name), field.metadata["range"]
+    value = getattr(options, field.name)
+    allowed: Range | None = field.metadata["range"]
     if field.metadata.get("sampling") and not options.sample and value != field.default:
         raise UserError(f"{field.name} is for sampling: give sample too")
-    if value is not None and allowed is not None and not allowed[1](value):
-        raise UserError(f"{field.name} is {value}: it must be {allowed[0]}")
+    if value is not None and allowed is not None and not allowed.holds(value):
+        raise UserError(f"{field.name} is {value}: it must be {allowed.rule}")
