@@ -1,4 +1,4 @@
-"""Work that threads do ahead of the one who needs it."""
+"""Results that threads compute before they are needed."""
 
 import collections
 from collections.abc import Callable, Generator, Iterable
@@ -12,11 +12,11 @@ Result = TypeVar("Result")
 def map_ahead(
     function: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int
 ) -> Generator[Result, None, None]:
-    """Yields function(item) of each item, in the items' order, `ahead` items before they are due.
+    """Yields function(item) for each item, in the items' order, computed ahead in threads.
 
-    While one result is in use, the next `ahead` items are at work or done, in `threads` threads. An
-    error of the function is raised in place of its result. Closing the generator waits for the
-    calls at work and ends the threads.
+    While the caller uses one result, `threads` threads compute the next `ahead` results; no more
+    items than these are taken. An error of the function is raised in place of its result. Closing
+    the generator, or dropping it, waits for the calls that are running and ends the threads.
     """
     pool = ThreadPoolExecutor(threads)
     results: collections.deque[Future[Result]] = collections.deque()
