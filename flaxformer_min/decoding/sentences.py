@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sentence(NamedTuple):
-    """A line in token ids, as the model takes it."""
+    """A line in token ids, cut to what the model takes."""
 
     place: int  # of the line among all lines, from 0
     source: list[int]  # ends in EOS
@@ -39,7 +39,7 @@ class PaddedSentences(NamedTuple):
 
     source: Int[Array, "B S"]
     prefixes: Int[Array, "B P"] | None  # None if no sentence has one
-    # A number that follows from the source ids, and the number of the draw; see `pad_sentences`.
+    # For random draws: a checksum of the source ids, and the number of the draw (pad_sentences).
     draws: UInt[Array, "B 2"]
 
 
@@ -54,11 +54,11 @@ def encode_sentences(
     places = [place for place, line in enumerate(lines) if not is_blank(line)]
     numbers = [first_line + place for place in places]
     sources = encode_lines(tokenizer, [lines[place] for place in places], numbers, longest)
-    begin: list[list[int]] = [[] for _ in places]
-    if prefixes is not None:
-        texts = ["" if is_blank(prefixes[place]) else prefixes[place] for place in places]
-        begin = [ids[:-1] for ids in encode_lines(tokenizer, texts, numbers, longest)]
-    return [Sentence(*parts) for parts in zip(places, sources, begin, strict=True)]
+    if prefixes is None:
+        return [Sentence(place, ids, []) for place, ids in zip(places, sources, strict=True)]
+    texts = ["" if is_blank(prefixes[place]) else prefixes[place] for place in places]
+    starts = [ids[:-1] for ids in encode_lines(tokenizer, texts, numbers, longest)]
+    return [Sentence(*parts) for parts in zip(places, sources, starts, strict=True)]
 
 
 def encode_lines(
