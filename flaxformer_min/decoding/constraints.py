@@ -51,7 +51,7 @@ def forced_prefix(
     index: Int[Array, " B"],
     pad_id: int,
 ) -> Bool[Array, "B #M V"]:
-    """Within the prefix only its token number `index` is allowed; behind its end, what `allowed` says.
+    """Within the prefix only its token number `index` is allowed; behind it, what `allowed` says.
 
     Prefixes are padded; a sentence without one is all padding.
     """
