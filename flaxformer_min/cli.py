@@ -9,7 +9,6 @@ at once.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import io
 import json
@@ -18,13 +17,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast, get_args
 
+from flaxformer_min.decoding.options import IN_CONFIG, Options
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import CheckpointError
-
-if TYPE_CHECKING:
-    from flaxformer_min.decoding.options import Options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,7 +127,7 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
     if options.attention is not None:
         file = attention_file(options.attention, average_heads=options.average_heads)
     with file as write:
-        blocks = translate_stream(
+        groups = translate_stream(
             Translator.load(*options.dir, step=options.step),
             cast(io.BufferedIOBase, sys.stdin.buffer),
             dataclasses.replace(_search_options(options), attention=write is not None),
@@ -140,8 +137,8 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
             as_json="n_best" in options,
             write_attention=write,
         )
-        for block in blocks:
-            sys.stdout.buffer.write("".join(line + "\n" for line in block).encode())
+        for lines in groups:
+            sys.stdout.buffer.write("".join(line + "\n" for line in lines).encode())
             sys.stdout.buffer.flush()
 
 
@@ -164,7 +161,7 @@ def score(options: argparse.Namespace, _: list[str]) -> None:
 def evaluate(options: argparse.Namespace, _: list[str]) -> None:
     """Translates SOURCE, or the config's test split, and writes its BLEU record as JSON."""
     from flaxformer_min.data.sources import read_pairs
-    from flaxformer_min.decoding.bleu import evaluate as evaluate_pairs
+    from flaxformer_min.decoding.evaluate import evaluate as evaluate_pairs
     from flaxformer_min.decoding.translator import Translator
 
     if (options.source is None) != (options.reference is None):
@@ -231,14 +228,14 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("--lengths", metavar="FILE", help="of each pair a line: its source and target tokens")
     flag("--json", action="store_true", help="write JSON, not a table")
     sub = model_verb(translate)
-    _add_search_flags(sub)
+    _add_search_flags(sub, [field.name for field in dataclasses.fields(Options)])
     _add_translate_flags(sub)
     flag = model_verb(score).add_argument
     flag("--source", required=True, help="a file of lines")
     flag("--target", required=True, help="a file of translations, one for each line of SOURCE")
     flag("--per-token", action="store_true", help="write JSON with each token's log-probability")
     sub = model_verb(evaluate)
-    _add_search_flags(sub)
+    _add_search_flags(sub, IN_CONFIG)
     flag = sub.add_argument
     flag("--source", help="lines to translate; the config's test split by default")
     flag("--reference", help="a file of translations, one for each line of SOURCE")
@@ -257,29 +254,24 @@ def _add_distributed_flags(parser: _Parser) -> None:
     flag("--distributed.process", metavar="I", dest="process", type=_whole, help="this one, from 0")
 
 
-def _add_search_flags(parser: _Parser) -> None:
-    """Flags named as fields of Options; those not given leave no trace, and its defaults hold."""
-    flag = functools.partial(parser.add_argument, default=argparse.SUPPRESS)
-    flag("--beam-size", type=_count, help="1 is greedy; the config's by default")
-    flag("--length-penalty-alpha", type=_number, help="the config's by default")
+def _add_search_flags(parser: _Parser, names: Sequence[str]) -> None:
+    """The flags of these fields of Options; one that is not given leaves no trace."""
+    for field in dataclasses.fields(Options):
+        about = field.metadata
+        if field.name not in names or about["help"] is None:
+            continue
+        how: dict[str, Any] = {"type": _count, "metavar": about["metavar"]}
+        if field.type is bool:
+            how = {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
+        elif float in (field.type, *get_args(field.type)):
+            how["type"] = _number
+        elif "from zero" in about:
+            how["type"] = int
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=about["help"], **how)
 
 
 def _add_translate_flags(parser: _Parser) -> None:
-    flag = functools.partial(parser.add_argument, default=argparse.SUPPRESS)
-    flag("--n-best", type=_count, metavar="N", help="JSON: for each line its N best hypotheses")
-    flag("--min-length", type=_count, help="tokens of a translation, EOS counted")
-    flag("--max-length-offset", type=int, help="tokens more than the source's; the config's")
-    flag("--no-repeat-ngram-size", type=_count, metavar="N", help="no N tokens in a row twice")
-    flag(
-        "--forbid-unknown",
-        action=argparse.BooleanOptionalAction,
-        help="the default: the unknown piece is never generated",
-    )
-    flag("--sample", action="store_true", help="draw translations instead of searching")
-    flag("--temperature", type=_number, help="of --sample: below 1 is sharper")
-    flag("--top-k", type=_count, help="of --sample: only the K likeliest tokens")
-    flag("--top-p", type=_number, help="of --sample: only the likeliest of this probability")
-    flag("--seed", type=int, help="of --sample")
     flag = parser.add_argument
     flag("--prefix", metavar="FILE", help="how each translation begins, a line for each line")
     flag("--attention", metavar="FILE", help="attention weights of every line: .npz or .jsonl")
@@ -288,11 +280,9 @@ def _add_translate_flags(parser: _Parser) -> None:
     flag("--interactive", action="store_true", help="answer line by line")
 
 
-def _search_options(options: argparse.Namespace) -> "Options":
-    """The flags of `_add_search_flags` and `_add_translate_flags` that were given."""
-    from flaxformer_min.decoding.options import Options
-
-    names = {field.name for field in dataclasses.fields(Options)} - {"attention"}
+def _search_options(options: argparse.Namespace) -> Options:
+    """The options whose flags were given; the defaults hold for all others."""
+    names = {field.name for field in dataclasses.fields(Options) if field.metadata["help"]}
     return Options(**{name: value for name, value in vars(options).items() if name in names})
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flaxformer_min.data.batch import padded
-from flaxformer_min.decoding.batches import plan_batches, rows_of, shape_ladder
+from flaxformer_min.decoding.batches import plan_batches, rows_at_once, shape_ladder
 
 
 def test_a_batch_holds_lines_of_one_shape_and_every_line_is_in_one():
@@ -13,7 +13,7 @@ def test_a_batch_holds_lines_of_one_shape_and_every_line_is_in_one():
     assert shape_ladder(41) == [16, 24, 32, 41]
     there = [(width, place) for width, places in batches for place in places if place is not None]
     assert sorted(place for _, place in there) == list(range(len(lengths)))
-    assert all(len(places) == 3 * rows_of(width) for width, places in batches)
+    assert all(len(places) == 3 * rows_at_once(width) for width, places in batches)
     for width, place in there:
         assert width == min(shape for shape in (16, 24, 32, 41) if shape >= lengths[place])
     assert [width for width, _ in batches] == [41, 32, 24, 16, 16, 16]
@@ -44,7 +44,7 @@ def test_every_device_has_as_many_rows_as_if_it_were_alone_and_an_equal_share_of
 
 def test_lines_are_dealt_to_the_devices_in_turn_the_longest_first():
     [(width, places)] = plan_batches([3, 9, 1, 8, 2, 11, 7], 16, devices=3)
-    rows = rows_of(width)
+    rows = rows_at_once(width)
     assert [places[n * rows : n * rows + 4] for n in range(3)] == [
         [5, 6, 2, None],
         [1, 0, None, None],

@@ -8,7 +8,8 @@ import pytest
 import sacrebleu
 
 from flaxformer_min.config import DecodeConfig
-from flaxformer_min.decoding.bleu import bleu_record, evaluate
+from flaxformer_min.decoding.bleu import bleu_record
+from flaxformer_min.decoding.evaluate import evaluate
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import DEFAULT, EMPTY, Translator
 from flaxformer_min.errors import UserError

@@ -146,10 +146,11 @@ def test_evaluate_writes_the_record_as_json(finished, corpus, two_files, capsys)
     for files in ([], ["--source", source, "--reference", reference]):  # the same: its test split
         assert main("evaluate", finished, *files) == 0
         assert json.loads(capsys.readouterr().out) == last["bleu"]
-    flags = ["--beam-size", "1", "--length-penalty-alpha", "0.3"]
+    flags = ["--beam-size", "1", "--length-penalty-alpha", "0.3", "--max-length-offset", "7"]
     assert main("evaluate", finished, "--source", source, "--reference", reference, *flags) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["beam_size"], record["length_penalty_alpha"]) == (1, 0.3)
+    assert record["max_length_offset"] == 7
 
 
 def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, stdin, capsysbinary):

@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.decoding.constraints import all_but, beginning, long_enough, no_repeated_ngram
+from flaxformer_min.decoding.constraints import (
+    all_but,
+    forced_prefix,
+    long_enough,
+    no_repeated_ngram,
+)
 
 PAD, BOS, EOS = 0, 1, 2
 
@@ -54,11 +59,11 @@ def test_some_ngrams_of_the_table_are_forbidden():
     assert repeats([3, 4], 1) == {3, 4}
 
 
-def test_a_beginning_is_all_that_is_allowed_until_its_end():
+def test_a_prefix_is_all_that_is_allowed_until_its_end():
     prefixes = jnp.array([[4, 3, PAD], [PAD, PAD, PAD], [1, 1, 1]])
     otherwise = jnp.array([[[False, True, True, False, False]]])
     expected = [[{4}, {1, 2}, {1}], [{3}, {1, 2}, {1}], [{1, 2}, {1, 2}, {1}], [{1, 2}] * 3]
     for index in itertools.product(range(4), repeat=3):
-        allowed = np.asarray(beginning(otherwise, prefixes, jnp.array(index), PAD))
+        allowed = np.asarray(forced_prefix(otherwise, prefixes, jnp.array(index), PAD))
         sets = [expected[i][row] for row, i in enumerate(index)]
         assert [set(np.flatnonzero(row).tolist()) for row in allowed[:, 0]] == sets

@@ -1,27 +1,35 @@
 """Options: the config's values where none are given, and one line for what makes no sense."""
 
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import pytest
 
+from flaxformer_min import cli
 from flaxformer_min.config import DecodeConfig
-from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding import programs  # noqa: F401, makes Options a pytree
+from flaxformer_min.decoding.options import IN_CONFIG, Options
 from flaxformer_min.errors import UserError
 
+ROOT = Path(__file__).parent.parent
 CONFIG = DecodeConfig(beam_size=5, length_penalty_alpha=0.7, max_length_offset=11)
 
 
 def test_what_is_not_given_is_the_config_s():
-    settled = Options().settled(CONFIG)
-    assert (settled.beam_size, settled.length_penalty_alpha, settled.max_length_offset) == (
+    whole = Options().with_defaults(CONFIG)
+    assert (whole.beam_size, whole.length_penalty_alpha, whole.max_length_offset) == (
         5,
         0.7,
         11,
     )
     given = Options(beam_size=3, length_penalty_alpha=0.0, max_length_offset=0, n_best=2)
-    settled = given.settled(CONFIG)
-    assert (settled.beam_size, settled.length_penalty_alpha, settled.max_length_offset) == (3, 0, 0)
-    assert settled.n_best == 2
-    assert Options(sample=True, n_best=7).settled(CONFIG).beam_size == 1
+    whole = given.with_defaults(CONFIG)
+    assert (whole.beam_size, whole.length_penalty_alpha, whole.max_length_offset) == (3, 0, 0)
+    assert whole.n_best == 2
+    assert Options(sample=True, n_best=7).with_defaults(CONFIG).beam_size == 1
 
 
 @pytest.mark.parametrize(
@@ -50,17 +58,69 @@ def test_what_is_not_given_is_the_config_s():
 )
 def test_what_makes_no_sense_is_one_line(options, message):
     with pytest.raises(UserError, match=message) as raised:
-        options.settled(CONFIG)
+        options.with_defaults(CONFIG)
     assert "\n" not in str(raised.value)
+
+
+FLAGS = {
+    "beam_size": ("3", 3),
+    "length_penalty_alpha": ("0.5", 0.5),
+    "n_best": ("3", 3),
+    "min_length": ("3", 3),
+    "max_length_offset": ("0", 0),
+    "no_repeat_ngram_size": ("3", 3),
+    "forbid_unknown": (None, True),
+    "sample": (None, True),
+    "temperature": ("0.5", 0.5),
+    "top_k": ("3", 3),
+    "top_p": ("0.5", 0.5),
+    "seed": ("0", 0),
+}  # what follows the flag, and the value that it gives
+
+
+@pytest.mark.parametrize(
+    "name", sorted({f.name for f in dataclasses.fields(Options)} - {"attention"})
+)
+def test_every_option_has_a_flag_of_its_name_type_and_help(name, capsys):
+    text, value = FLAGS[name]
+    parser, flag = cli._Parser(), "--" + name.replace("_", "-")
+    cli._add_search_flags(parser, [name])
+    assert vars(parser.parse_args([])) == {}
+    found = cli._search_options(parser.parse_args([flag] if text is None else [flag, text]))
+    assert found == Options(**{name: value})
+    assert type(getattr(found, name)) is type(value)
+    parser.print_help()
+    (field,) = [field for field in dataclasses.fields(Options) if field.name == name]
+    assert field.metadata["help"] in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_option_that_the_config_has_too_comes_from_there_and_is_a_flag_of_evaluate(capsys):
+    values = {"beam_size": 2, "length_penalty_alpha": 2.0, "max_length_offset": 2}
+    assert tuple(values) == IN_CONFIG
+    for name, value in values.items():
+        changed = dataclasses.replace(CONFIG, **{name: value})
+        assert getattr(Options().with_defaults(changed), name) == value
+        assert Options(**{name: value}).over(CONFIG) == changed
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--help"])
+    text = capsys.readouterr().out
+    assert all("--" + name.replace("_", "-") in text for name in IN_CONFIG)
+    assert "--sample" not in text and "--min-length" not in text
+
+
+def test_the_command_line_knows_the_options_without_jax():
+    code = "import sys, flaxformer_min.decoding.options; assert 'jax' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_only_what_decides_shapes_is_compiled_in():
     def structure(options: Options) -> jax.tree_util.PyTreeDef:
-        return jax.tree.structure(options.settled(CONFIG))
+        return jax.tree.structure(options.with_defaults(CONFIG))
 
     one = structure(Options(length_penalty_alpha=0.1, min_length=2, attention=True))
     assert one == structure(Options(length_penalty_alpha=0.2, min_length=3))
     for other in (Options(beam_size=4), Options(n_best=2), Options(forbid_unknown=False)):
         assert one != structure(other)
+    assert one == structure(Options(max_length_offset=CONFIG.max_length_offset))
     drawn = structure(Options(sample=True, top_k=3, temperature=0.5, seed=1))
     assert drawn == structure(Options(sample=True, top_k=4, temperature=0.6, seed=2))

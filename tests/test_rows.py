@@ -1,12 +1,14 @@
 """Many sentences through few rows: who is worked on when, and what is left of whom."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flaxformer_min.decoding import rows
 from flaxformer_min.decoding.rows import through_rows
 
 
@@ -53,6 +55,28 @@ def test_every_sentence_gets_its_own_steps_whatever_the_rows(rows):
 def test_a_row_that_is_free_is_given_to_the_next_sentence_at_once():
     """5 beside 2 and 3, then 4 beside 1 and 1; two at a time would take 5 + 3 + 4 steps."""
     assert count_down([5, 2, 3, 1, 4, 1], 2)[1] == 5 + 4
+
+
+def test_the_drawing_in_the_docstring_of_rows_is_what_happens():
+    """Sentences A to F, which take 5, 2, 3, 1, 4 and 1 steps."""
+    at_work = []
+
+    def step(state, cache, ready):
+        letters, lengths = ready
+        jax.debug.callback(lambda row: at_work.append(bytes(row).decode()), letters, ordered=True)
+        return state + 1, cache, state + 1 >= lengths
+
+    sentences = jnp.array([*b"ABCDEF"], jnp.uint8), jnp.array([5, 2, 3, 1, 4, 1])
+    run = functools.partial(through_rows, step, prepare=lambda some: some)
+    jax.jit(run)(jnp.zeros(2, jnp.int32), (), sentences, jnp.ones(6, bool))
+    jax.effects_barrier()
+    lines = [line for line in (rows.__doc__ or "").splitlines() if line.startswith("    row ")]
+    drawn = ["".join(re.findall("[A-F.]", line)[:9]) for line in lines]
+    assert drawn == ["AAAAADF..", "BBCCCEEEE"]
+    computed = ["".join(row) for row in zip(*at_work, strict=True)]
+    for line, row in zip(drawn, computed, strict=True):
+        busy = line.rstrip(".")  # an idle row computes some sentence in vain
+        assert row.startswith(busy)
 
 
 def test_sentences_are_prepared_when_rows_wait_for_them_and_fillers_never():

@@ -1,11 +1,14 @@
 """Sampling: what may be drawn by truth table, how often by counting, and what a draw depends on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.decoding.sampling import narrowed, sample
+from flaxformer_min.decoding.sampling import narrow, sample
+from flaxformer_min.decoding.search import Search
 
 ROW = [0.05, 0.4, 0.1, 0.3, 0.15]
 
@@ -30,7 +33,7 @@ ROW = [0.05, 0.4, 0.1, 0.3, 0.15]
 )
 def test_what_may_be_drawn(temperature, top_k, top_p, kept):
     log_probs = jnp.log(jnp.array([ROW]))
-    found = np.asarray(narrowed(log_probs, temperature, top_k, top_p))[0]
+    found = np.asarray(narrow(log_probs, temperature, top_k, top_p))[0]
     assert set(np.flatnonzero(found > -np.inf).tolist()) == kept
     expected = np.asarray(log_probs)[0] / temperature
     np.testing.assert_allclose(found[list(kept)], expected[list(kept)], rtol=1e-6)
@@ -38,7 +41,7 @@ def test_what_may_be_drawn(temperature, top_k, top_p, kept):
 
 def test_rows_are_narrowed_each_by_itself_and_what_is_forbidden_stays_so():
     log_probs = jnp.log(jnp.array([ROW, ROW[::-1], [0.0, 0.0, 0.9, 0.0, 0.1]]))
-    found = np.asarray(narrowed(log_probs, 1.0, 3, 0.99)) > -np.inf
+    found = np.asarray(narrow(log_probs, 1.0, 3, 0.99)) > -np.inf
     assert found.astype(int).tolist() == [[0, 1, 0, 1, 1], [1, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
 
 
@@ -49,22 +52,10 @@ def draw(keys, probabilities=ROW, length=3, rows=None, **options):
     def step_fn(tokens, cache, index, keys):
         return jnp.broadcast_to(row, (*tokens.shape, len(probabilities))), cache
 
-    return jax.device_get(
-        sample(
-            step_fn,
-            {},
-            keys,
-            rows=rows or len(keys),
-            keys=lambda keys: keys,
-            bos_id=7,
-            eos_id=0,
-            pad_id=8,
-            max_lengths=jnp.full(len(keys), length),
-            length=length,
-            length_penalty_alpha=0.6,
-            **options,
-        )
-    )
+    search = Search(bos_id=7, eos_id=0, pad_id=8, length=length, rows=rows)
+    limits = jnp.full(len(keys), length)
+    draw_from = functools.partial(narrow, **options)
+    return jax.device_get(sample(step_fn, {}, keys, limits, search, lambda keys: keys, draw_from))
 
 
 def test_tokens_come_as_often_as_they_are_likely_and_scores_are_the_model_s():

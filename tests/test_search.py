@@ -12,6 +12,7 @@ import pytest
 from flaxformer_min.decoding.constraints import all_but
 from flaxformer_min.decoding.search import (
     Hypotheses,
+    Search,
     beam_search,
     greedy_search,
     length_penalty,
@@ -49,19 +50,21 @@ def search_tables(tables: list, beam: int, alpha: float, n_best: int) -> Hypothe
         del tokens
         return jnp.log(sentences[jnp.arange(len(index)), index]), cache
 
-    search = functools.partial(
-        beam_search,
-        step_fn,
-        sentences=probabilities,
-        rows=len(tables),
+    settings = Search(
         bos_id=0,
         eos_id=1,
         pad_id=0,
-        max_lengths=jnp.full(len(tables), len(tables[0]), jnp.int32),
         length=len(tables[0]),
         beam_size=beam,
         length_penalty_alpha=alpha,
         n_best=n_best,
+    )
+    search = functools.partial(
+        beam_search,
+        step_fn,
+        sentences=probabilities,
+        max_lengths=jnp.full(len(tables), len(tables[0]), jnp.int32),
+        search=settings,
     )
     return jax.device_get(jax.jit(search)({}))
 
@@ -112,15 +115,16 @@ def test_a_search_for_one_stops_before_a_search_for_two():
             beam_search,
             step_fn,
             sentences=(),
-            rows=1,
-            bos_id=0,
-            eos_id=1,
-            pad_id=0,
             max_lengths=jnp.array([3]),
-            length=3,
-            beam_size=2,
-            length_penalty_alpha=0.0,
-            n_best=n_best,
+            search=Search(
+                bos_id=0,
+                eos_id=1,
+                pad_id=0,
+                length=3,
+                beam_size=2,
+                length_penalty_alpha=0.0,
+                n_best=n_best,
+            ),
         )
         jax.block_until_ready(jax.jit(search)({}))
         jax.effects_barrier()
@@ -157,21 +161,18 @@ def search_prefixes(
 
     if max_lengths is None:
         max_lengths = jnp.full(batch, length, jnp.int32)
-    more = {} if search is greedy_search else {"beam_size": beam, "n_best": n_best}
-    return search(
-        step_fn,
-        jnp.zeros((rows, beam), jnp.int32),
-        log_probs,
-        rows=rows,
+    settings = Search(
         bos_id=vocab,
         eos_id=eos,
         pad_id=vocab + 1,
-        max_lengths=max_lengths,
         length=length,
+        beam_size=beam,
+        n_best=n_best,
         length_penalty_alpha=alpha,
+        rows=rows,
         allowed=lambda tokens, index, sentences: all_but(forbidden, vocab),
-        **more,
     )
+    return search(step_fn, jnp.zeros((rows, beam), jnp.int32), log_probs, max_lengths, settings)
 
 
 def prefix_number(prefix: tuple[int, ...], vocab: int) -> int:
@@ -295,6 +296,32 @@ def test_stopping_early_changes_no_result(beam):
                 expected = reference_beam(model, length, beam, alpha, n_best)
                 np.testing.assert_allclose(found.scores[i], [s for s, _ in expected], atol=1e-5)
                 assert [ids(found, i, n) for n in range(n_best)] == [list(t) for _, t in expected]
+
+
+# --- In few lines ---------------------------------------------------------------------------------
+
+
+def test_a_search_needs_ids_and_a_length_and_has_the_beam_and_the_penalty_of_the_paper():
+    """Always: EOS (1) with probability 0.4, token 2 with 0.6, so EOS at once is the best."""
+
+    def step_fn(tokens, cache, index, sentences):
+        row = jnp.log(jnp.array([0.0, 0.4, 0.6]))
+        return jnp.broadcast_to(row, (*tokens.shape, 3)), cache
+
+    search = Search(bos_id=0, eos_id=1, pad_id=0, length=3)
+    found = beam_search(step_fn, (), (), jnp.array([3, 2]), search)
+    assert (search.beam_size, search.length_penalty_alpha) == (4, 0.6)
+    assert found.tokens.tolist() == [[[1, 0, 0]], [[1, 0, 0]]]
+    np.testing.assert_allclose(found.scores, np.log(0.4), rtol=1e-6)
+    greedy = greedy_search(step_fn, (), (), jnp.array([3, 2]), search)
+    assert greedy.tokens.tolist() == [[[2, 2, 2]], [[2, 2, 0]]]
+    np.testing.assert_allclose(greedy.scores[0, 0], 3 * np.log(0.6) / (8 / 6) ** 0.6, rtol=1e-6)
+
+
+def test_more_hypotheses_than_the_beam_are_refused():
+    search = Search(bos_id=0, eos_id=1, pad_id=0, length=3, n_best=5)
+    with pytest.raises(AssertionError):
+        beam_search(lambda *_: None, (), (), jnp.array([3]), search)
 
 
 # --- Properties -----------------------------------------------------------------------------------

@@ -126,6 +126,11 @@ def log_probability(forced: Callable, source: list[int], target: list[int]) -> f
 
 
 def test_every_line_has_its_translation_and_blank_ones_an_empty_one(translator):
+
+    def read_ids(line: str) -> list[int]:
+        ids = translator.tokenizer.encode(line)
+        return ids if len(ids) <= MAX_LENGTH else [*ids[: MAX_LENGTH - 1], ids[-1]]
+
     found = translator.translate(HOSTILE)
     assert len(found) == len(HOSTILE)
     for line, translation in zip(HOSTILE, found, strict=True):
@@ -134,6 +139,7 @@ def test_every_line_has_its_translation_and_blank_ones_an_empty_one(translator):
         assert "\n" not in translation.text and "\r" not in translation.text
         assert not set(translation.tokens) & set(translator.tokenizer.never_generated)
         assert blank == (not translation.tokens)
+        assert list(translation.source) == ([] if blank else read_ids(line))
     assert {line for line in HOSTILE if line == "" or line.isspace()} == set(BLANK)
     assert len({translation.text for translation in found}) > 6
     assert {translation.finished for translation in found if translation.tokens} == {True, False}
@@ -228,6 +234,7 @@ def test_a_line_too_long_is_translated_from_its_first_tokens_with_one_warning(tr
     with caplog.at_level(logging.WARNING):
         cut, whole, _ = translator.translate([long, first, "one"], first_line=101)
     assert cut == whole
+    assert list(cut.source) == tokenizer.encode(first)
     assert [record.getMessage()[:9] for record in caplog.records] == ["line 101:"]
     caplog.clear()
     one, other = translator.score([("see", long), ("see", first)])

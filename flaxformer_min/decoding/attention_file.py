@@ -1,42 +1,43 @@
 """Attention weights of translations in a file: .npz, or .jsonl with one object a line.
 
-Of line n, counted from 1, the .npz holds `n/source` and `n/target` (the pieces, EOS included) and
-`n/encoder`, `n/decoder` and `n/cross`, [L, H, queries, keys] as `AttentionWeights` says. The .jsonl
-holds `line`, `source`, `target`, `encoder`, `decoder` and `cross` in an object. Averaged over heads
-a site is called `cross_mean_over_heads`, [L, queries, keys].
+For line n, counted from 1, an .npz holds `n/source` and `n/target` (the pieces, EOS included) and
+`n/encoder`, `n/decoder` and `n/cross`, [L, H, queries, keys] as `AttentionWeights` says. A .jsonl
+holds an object with `line`, `source`, `target`, `encoder`, `decoder` and `cross`. The weights of a
+site that are averaged over heads are called `cross_mean_over_heads`, [L, queries, keys].
 """
 
 import contextlib
 import json
 import zipfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights
 
+# line number, source pieces, target pieces, weights [L, H, queries, keys]
 Write = Callable[[int, Sequence[str], Sequence[str], AttentionWeights], None]
-Put = Callable[[int, Mapping[str, np.ndarray]], None]
 
 
 @contextlib.contextmanager
 def attention_file(path: str | Path, *, average_heads: bool) -> Generator[Write, None, None]:
-    """A function that writes line number, source and target pieces, and weights [L, H, ., .].
+    """Opens the file; the value is a function that writes the weights of one line.
 
-    Raises UserError where the file has another ending or cannot be opened.
+    Raises UserError where the file's name has another ending or it cannot be opened.
     """
-    kind = {".npz": _npz, ".jsonl": _jsonl}.get(Path(path).suffix)
-    if kind is None:
+    if (ending := Path(path).suffix) not in (".npz", ".jsonl"):
         raise UserError(f"{path}: attention goes to a file that ends in .npz or .jsonl")
-    try:
-        Path(path).write_bytes(b"")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-
-    with open(path, "wb") as file, kind(file) as put:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "wb"))
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+        archive = None
+        if ending == ".npz":
+            archive = stack.enter_context(zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED))
 
         def write(
             line: int, source: Sequence[str], target: Sequence[str], weights: AttentionWeights
@@ -44,27 +45,21 @@ def attention_file(path: str | Path, *, average_heads: bool) -> Generator[Write,
             sites = weights._asdict()
             if average_heads:
                 sites = {f"{name}_mean_over_heads": w.mean(axis=1) for name, w in sites.items()}
-            put(line, {"source": np.array(source), "target": np.array(target), **sites})
+            arrays = {"source": np.array(source), "target": np.array(target), **sites}
+            if archive is None:
+                _write_json(file, line, arrays)
+            else:
+                _write_arrays(archive, line, arrays)
 
         yield write
 
 
-@contextlib.contextmanager
-def _npz(file: BinaryIO) -> Generator[Put, None, None]:
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-
-        def put(line: int, arrays: Mapping[str, np.ndarray]) -> None:
-            for name, array in arrays.items():
-                with archive.open(f"{line}/{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-
-        yield put
+def _write_arrays(archive: zipfile.ZipFile, line: int, arrays: dict[str, Any]) -> None:
+    for name, array in arrays.items():
+        with archive.open(f"{line}/{name}.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, array, allow_pickle=False)
 
 
-@contextlib.contextmanager
-def _jsonl(file: BinaryIO) -> Generator[Put, None, None]:
-    def put(line: int, arrays: Mapping[str, np.ndarray]) -> None:
-        lists = {name: array.tolist() for name, array in arrays.items()}
-        file.write(json.dumps({"line": line, **lists}, ensure_ascii=False).encode() + b"\n")
-
-    yield put
+def _write_json(file: BinaryIO, line: int, arrays: dict[str, Any]) -> None:
+    lists = {name: array.tolist() for name, array in arrays.items()}
+    file.write(json.dumps({"line": line, **lists}, ensure_ascii=False).encode() + b"\n")

@@ -6,9 +6,7 @@ from typing import Any
 import sacrebleu
 
 from flaxformer_min.config import DecodeConfig
-from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.translator import DEFAULT, Translator
-from flaxformer_min.errors import UserError
+from flaxformer_min.decoding.options import IN_CONFIG
 
 
 def bleu_record(
@@ -23,7 +21,7 @@ def bleu_record(
     has several steps.
     """
     assert len(translations) == len(references) > 0
-    tokenised = decode.bleu_tokenize == "none"  # and sacreBLEU need not warn of it
+    tokenised = decode.bleu_tokenize == "none"  # sacreBLEU need not warn that it looks tokenised
     metric = sacrebleu.BLEU(tokenize=decode.bleu_tokenize, force=tokenised)
     result = metric.corpus_score(translations, [references])
     return {
@@ -33,22 +31,5 @@ def bleu_record(
         "brevity_penalty": result.bp,
         "lines": len(references),
         "step": step,
-        "beam_size": decode.beam_size,
-        "length_penalty_alpha": decode.length_penalty_alpha,
-        "max_length_offset": decode.max_length_offset,
+        **{name: getattr(decode, name) for name in IN_CONFIG},
     }
-
-
-def evaluate(
-    translator: Translator, pairs: Sequence[tuple[str, str]], options: Options = DEFAULT
-) -> dict[str, Any]:
-    """Translates the sources of (source, reference) pairs: the BLEU record of that.
-
-    Raises UserError where there is no pair, and as `Translator.translate`.
-    """
-    if not pairs:
-        raise UserError("no lines to evaluate: give --source and --reference, with lines in them")
-    sources, references = zip(*pairs, strict=True)
-    texts = [translation.text for translation in translator.translate(sources, options)]
-    decode = options.over(translator.config.decode)
-    return bleu_record(texts, references, decode, translator.step)

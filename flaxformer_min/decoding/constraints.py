@@ -1,8 +1,8 @@
-"""What a hypothesis may go on with. Masks are boolean, True = allowed, and combine with `&`.
+"""Which token a hypothesis may have next. Masks are boolean, True = allowed, and combine with `&`.
 
-A search asks which tokens may come next, [B, M, V], after its tokens so far, [B, M, L], BOS first;
-`index` [B] is how many follow BOS. What is not allowed loses its probability without
-renormalisation, so scores stay the model's.
+A mask is [B, M, V], or of size 1 where it does not depend on the axis. The hypotheses so far are
+`tokens` [B, M, L], BOS first, of which index[b] follow BOS. A token that is not allowed loses its
+probability without renormalisation, so scores stay the model's.
 """
 
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Int
 
 
 def all_but(ids: tuple[int, ...], vocab_size: int) -> Bool[Array, "1 1 V"]:
-    """Every token but these."""
+    """Every token is allowed but the given ids."""
     return jnp.asarray(~np.isin(np.arange(vocab_size), ids)[None, None, :])
 
 
 def long_enough(
     index: Int[Array, " B"], min_length: int | Int[Array, ""], eos_id: int, vocab_size: int
 ) -> Bool[Array, "B 1 V"]:
-    """EOS only as token number min_length or later, counted from 1."""
+    """EOS is allowed as token number min_length or later, counted from 1; other tokens always."""
     return all_but((eos_id,), vocab_size) | (index + 1 >= min_length)[:, None, None]
 
 
@@ -45,13 +45,13 @@ def no_repeated_ngram(
     return ~forbidden.at[b[..., None], m[..., None], tokens[:, :, ends]].max(repeats)
 
 
-def beginning(
+def forced_prefix(
     allowed: Bool[Array, "#B #M V"],
     prefixes: Int[Array, "B P"],
     index: Int[Array, " B"],
     pad_id: int,
 ) -> Bool[Array, "B #M V"]:
-    """The prefix's token number `index` alone, whatever else is allowed; `allowed` behind its end.
+    """Within the prefix only its token number `index` is allowed; behind it, what `allowed` says.
 
     Prefixes are padded; a sentence without one is all padding.
     """

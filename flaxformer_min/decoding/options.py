@@ -1,117 +1,133 @@
-"""How to decode: what a caller asks for, and what the compiled functions take."""
+"""How to decode: every option, declared once.
+
+A field of `Options` carries its type, its default, its help, the range of its values, and whether
+it is compiled in. The flags of the command line are made from the fields (cli.py), a field that
+the config's decode section has too takes its value from there, and the compiled functions take
+the record itself (programs.py). A new option is a field here and the line that uses it.
+
+This file imports no JAX, so that --help answers at once.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
+import typing
+from typing import Any, Literal
 
-import jax
-from jaxtyping import Array, Float, Int
-
-from flaxformer_min.config import DecodeConfig
+from flaxformer_min.config import RANGES, DecodeConfig, Range
 from flaxformer_min.errors import UserError
 
+COUNT = Range("at least 1", lambda n: n >= 1)
+COUNT32 = Range("at least 1 and below 2^31", lambda n: 1 <= n < 2**31)
+WHOLE = Range("at least 0", lambda n: n >= 0)
+WHOLE32 = Range("at least 0 and below 2^31", lambda n: 0 <= n < 2**31)
+POSITIVE = Range("above 0 and finite", lambda x: 0 < x < math.inf)
+SHARE = Range("above 0 and at most 1", lambda x: 0 < x <= 1)
 
+
+def _option(
+    default: Any,
+    text: str | None,
+    allowed: Range | None,
+    *marks: Literal["static", "sampling", "from zero"],
+    metavar: str | None = None,
+) -> Any:
+    """A field of Options; `text` is the help of its flag, None for a field of which none is made.
+
+    The value of a "static" field is a compile-time constant: another one compiles another program.
+    A "sampling" field needs `sample`. A flag takes 0 only if the field's numbers run "from zero";
+    elsewhere 0 is out of range or stands for no limit.
+    """
+    metadata = {"help": text, "range": allowed, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata | dict.fromkeys(marks, True))
+
+
+@typing.no_type_check  # inside a compiled function the values are traced arrays
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to search or draw, what a hypothesis may be, and what comes back.
+    """How to search or sample, what a hypothesis may be, and what comes back.
 
     None means the config's value, or that there is no such limit. Lengths are in tokens and count
-    EOS. All constraints hold together; a forced beginning is obeyed before any of them.
+    EOS. All constraints hold together; a prefix comes before any of them.
     """
 
-    beam_size: int | None = None  # 1 is greedy search
-    length_penalty_alpha: float | None = None  # score = log-probability / ((5 + n) / 6)^alpha
-    max_length_offset: int | None = None  # at most source length + offset tokens
-    min_length: int = 0  # no EOS before
-    no_repeat_ngram_size: int = 0  # no so many tokens in a row twice; 0 allows all
-    forbid_unknown: bool = True  # the unknown piece is never generated
-    sample: bool = False  # draw every token instead of searching for the likeliest
-    temperature: float = 1.0  # log-probabilities are divided by it before a draw
-    top_k: int | None = None  # draw among the likeliest k tokens
-    top_p: float | None = None  # draw among the fewest likeliest tokens of this probability
-    seed: int = 0  # a line's draws follow from it and the line, whatever the other lines
-    n_best: int = 1  # hypotheses for each line; with sample, as many independent draws
-    attention: bool = False  # also the attention weights of each hypothesis
+    beam_size: int | None = _option(
+        None, "1 is greedy; the config's by default", RANGES["decode.beam_size"], "static"
+    )
+    # The score is the log-probability divided by ((5 + n) / 6)^alpha.
+    length_penalty_alpha: float | None = _option(
+        None, "the config's by default", RANGES["decode.length_penalty_alpha"]
+    )
+    # With `sample` these are N independent draws.
+    n_best: int = _option(
+        1, "JSON: for each line its N best hypotheses", COUNT, "static", metavar="N"
+    )
+    min_length: int = _option(0, "tokens of a translation, EOS counted", WHOLE32)
+    max_length_offset: int | None = _option(
+        None,
+        "tokens more than the source's; the config's",
+        RANGES["decode.max_length_offset"],
+        "static",
+        "from zero",
+    )
+    no_repeat_ngram_size: int = _option(
+        0, "no N tokens in a row twice", WHOLE, "static", metavar="N"
+    )
+    forbid_unknown: bool = _option(
+        True, "the default: the unknown piece is never generated", None, "static"
+    )
+    sample: bool = _option(False, "draw translations instead of searching", None, "static")
+    temperature: float = _option(1.0, "of --sample: below 1 is sharper", POSITIVE, "sampling")
+    top_k: int | None = _option(
+        None, "of --sample: only the K likeliest tokens", COUNT32, "sampling"
+    )
+    top_p: float | None = _option(
+        None, "of --sample: only the likeliest of this probability", SHARE, "sampling"
+    )
+    # The draws of a line follow from the seed and the line, whatever the other lines are.
+    seed: int = _option(0, "of --sample", WHOLE32, "sampling", "from zero")
+    # Whether the attention weights of each hypothesis come back too.
+    attention: bool = _option(False, None, None, "static")
 
     def over(self, decode: DecodeConfig) -> DecodeConfig:
-        """The config's section with what is given here instead."""
-        names = ("beam_size", "length_penalty_alpha", "max_length_offset")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        """The config's decode section with the values that are given here instead of its own."""
+        values = {name: getattr(self, name) for name in IN_CONFIG}
+        given = {name: value for name, value in values.items() if value is not None}
         return dataclasses.replace(decode, **given)
 
-    def settled(self, decode: DecodeConfig) -> "Settled":
-        """With the config's values for None. Raises UserError for values that make no sense."""
+    def with_defaults(self, decode: DecodeConfig) -> "Options":
+        """The options of a search, with the config's values in place of None.
+
+        Sampling has a beam of 1. `attention` is False, because its weights are computed by another
+        program than the search.
+        Raises UserError where a value is out of range or contradicts another one.
+        """
+        if self.sample and self.beam_size is not None:
+            raise UserError(
+                "sample draws one token at a time and has no beam_size: give one of the two"
+            )
         decode = self.over(decode)
-        for complaint in (*_contradictions(self), *_out_of_range(self, decode)):
-            raise UserError(complaint)
-        return Settled(
-            beam_size=1 if self.sample else decode.beam_size,
-            length_penalty_alpha=decode.length_penalty_alpha,
-            max_length_offset=decode.max_length_offset,
-            min_length=self.min_length,
-            no_repeat_ngram_size=self.no_repeat_ngram_size,
-            forbid_unknown=self.forbid_unknown,
-            sample=self.sample,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            n_best=self.n_best,
-        )
+        values = {name: getattr(decode, name) for name in IN_CONFIG}
+        options = dataclasses.replace(self, **values, attention=False)
+        for field in dataclasses.fields(Options):
+            _check(options, field)
+        if self.sample:
+            return dataclasses.replace(options, beam_size=1)
+        if self.n_best > decode.beam_size:
+            most = f"at most beam_size, {decode.beam_size}"
+            raise UserError(f"n_best is {self.n_best}: it must be {most}")
+        return options
 
 
-def _compiled_in() -> Any:
-    return dataclasses.field(metadata={"static": True})
+IN_CONFIG = tuple(
+    field.name for field in dataclasses.fields(Options) if hasattr(DecodeConfig, field.name)
+)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settled:
-    """Options for compiled functions: another value of what is compiled in is another program."""
-
-    beam_size: int = _compiled_in()
-    length_penalty_alpha: float | Float[Array, ""]
-    max_length_offset: int = _compiled_in()
-    min_length: int | Int[Array, ""]
-    no_repeat_ngram_size: int = _compiled_in()
-    forbid_unknown: bool = _compiled_in()
-    sample: bool = _compiled_in()
-    temperature: float | Float[Array, ""]
-    top_k: int | Int[Array, ""] | None
-    top_p: float | Float[Array, ""] | None
-    seed: int | Int[Array, ""]
-    n_best: int = _compiled_in()
-
-
-def _contradictions(options: Options) -> Iterator[str]:
-    if options.sample and options.beam_size is not None:
-        yield "sample draws one token at a time and has no beam_size: give one of the two"
-    for name in ("temperature", "top_k", "top_p", "seed"):
-        if not options.sample and getattr(options, name) != getattr(Options, name):
-            yield f"{name} is for sampling: give sample too"
-
-
-def _out_of_range(options: Options, decode: DecodeConfig) -> Iterator[str]:
-    """A line for each value that is impossible."""
-    o, most = options, "at least 0 and below 2^31"
-    rules = (
-        ("beam_size", decode.beam_size >= 1, "at least 1"),
-        ("length_penalty_alpha", math.isfinite(decode.length_penalty_alpha), "finite"),
-        ("max_length_offset", decode.max_length_offset >= 0, "at least 0"),
-        ("min_length", 0 <= o.min_length < 2**31, most),
-        ("no_repeat_ngram_size", o.no_repeat_ngram_size >= 0, "at least 0"),
-        ("temperature", 0 < o.temperature < math.inf, "above 0 and finite"),
-        ("top_k", o.top_k is None or 1 <= o.top_k < 2**31, "at least 1 and below 2^31"),
-        ("top_p", o.top_p is None or 0 < o.top_p <= 1, "above 0 and at most 1"),
-        ("seed", 0 <= o.seed < 2**31, most),
-        ("n_best", o.n_best >= 1, "at least 1"),
-        (
-            "n_best",
-            o.sample or o.n_best <= decode.beam_size,
-            f"at most beam_size, {decode.beam_size}",
-        ),
-    )
-    for name, fits, what in rules:
-        if not fits:
-            yield f"{name} is {getattr(o, name)}: it must be {what}"
+def _check(options: Options, field: dataclasses.Field[Any]) -> None:
+    """Raises UserError where a field's value is out of range, or needs sampling and has it not."""
+    value = getattr(options, field.name)
+    allowed: Range | None = field.metadata["range"]
+    if field.metadata.get("sampling") and not options.sample and value != field.default:
+        raise UserError(f"{field.name} is for sampling: give sample too")
+    if value is not None and allowed is not None and not allowed.holds(value):
+        raise UserError(f"{field.name} is {value}: it must be {allowed.rule}")

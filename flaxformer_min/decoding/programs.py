@@ -1,4 +1,4 @@
-"""What the devices compute: batches of ids in; hypotheses, log-probabilities or weights out.
+"""What the devices compute: batches of ids in; hypotheses or log-probabilities out.
 
 Several models may work together, an ensemble: the probability of the next token is the arithmetic
 mean of theirs. `graphdefs` and `params` hold one entry for each. No row depends on another one.
@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.decoding.batches import rows_of
-from flaxformer_min.decoding.constraints import all_but, beginning, long_enough, no_repeated_ngram
-from flaxformer_min.decoding.options import Settled
-from flaxformer_min.decoding.sampling import sample
-from flaxformer_min.decoding.search import Allowed, Hypotheses, StepFn, beam_search
-from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
+from flaxformer_min.decoding import constraints
+from flaxformer_min.decoding.batches import rows_at_once
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.sampling import narrow, sample
+from flaxformer_min.decoding.search import Allowed, Hypotheses, Search, StepFn, beam_search, take
+from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.model.build import Params
-from flaxformer_min.model.cached import decode_step, init_cache, memory_keys_values
+from flaxformer_min.model.cached import DecodingCache, decode_step, init_cache, memory_keys_values
 from flaxformer_min.model.layers import KeysValues
 from flaxformer_min.model.masks import padding_mask
 from flaxformer_min.model.teacher_forcing import forced_states
@@ -33,22 +33,16 @@ from flaxformer_min.model.transformer import Transformer
 
 GraphDefs = tuple[nnx.GraphDef, ...]
 
-
-class Rows(NamedTuple):
-    """Sentences to translate, padded; a row that is all padding has no hypothesis."""
-
-    source: Int[Array, "B S"]
-    prefixes: Int[Array, "B P"] | None  # forced beginnings
-    # What random draws follow from, beside the seed: the sentence, and which draw of it this is.
-    draws: UInt[Array, "B 2"]
+# To a compiled function its static fields are constants, all other fields are numbers that it gets.
+jax.tree_util.register_dataclass(Options)
 
 
 class Ready(NamedTuple):
-    """Rows that are encoded, and what each layer of each decoder reads of them."""
+    """Sentences with their source encoded, as the decoders need them at every step."""
 
-    rows: Rows
+    sentences: PaddedSentences
     mask: Bool[Array, "B 1 1 S"]
-    memories: list[list[KeysValues]]
+    memories: list[list[KeysValues]]  # of each model, of each of its layers
 
 
 def on_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -73,55 +67,62 @@ def search_batch(
     tokenizer: Tokenizer,
     longest: int,
     params: tuple[Params, ...],
-    rows: Rows,
-    options: Settled,
+    sentences: PaddedSentences,
+    options: Options,
 ) -> Hypotheses:
-    """The N = n_best hypotheses of each row that settled options ask for, best first.
+    """The N = n_best hypotheses of each sentence, [B, N, T], best first.
 
-    They have at most source (or prefix) length + offset tokens, and at most `longest`.
+    `options` are whole (Options.with_defaults). A hypothesis has at most source (or prefix) length
+    + offset tokens, and at most `longest`.
     """
-    if options.sample:
-        rows = _repeated(rows, options.n_best)
-    width = rows.source.shape[1]
-    length, at_once = min(width + options.max_length_offset, longest), rows_of(width)
     models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
-    search = functools.partial(
-        sample if options.sample else beam_search,
-        mean_step(models),
-        [init_cache(model, at_once, options.beam_size, length) for model in models],
-        rows,
-        rows=at_once,
-        prepare=functools.partial(encoded, models, tokenizer.pad_id),
+    width = sentences.source.shape[1]
+    search = _search_settings(models, tokenizer, longest, width, options)
+    rows = rows_at_once(width)
+    caches = [init_cache(model, rows, search.beam_size, search.length) for model in models]
+    if not options.sample:
+        limits = _limits(sentences, options, longest, tokenizer.pad_id)
+        return beam_search(mean_step(models), caches, sentences, limits, search)
+    draws = _repeat(sentences, options.n_best)
+    limits = _limits(draws, options, longest, tokenizer.pad_id)
+    keys = functools.partial(_keys, options.seed)
+    draw_from = functools.partial(
+        narrow, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
+    )
+    found = sample(mean_step(models), caches, draws, limits, search, keys, draw_from)
+    return _rank_draws(found, options.n_best)
+
+
+def _search_settings(
+    models: Sequence[Transformer], tokenizer: Tokenizer, longest: int, width: int, options: Options
+) -> Search:
+    """The settings of a search of sentences padded to `width`."""
+    alpha, offset = options.length_penalty_alpha, options.max_length_offset
+    assert options.beam_size is not None and alpha is not None and offset is not None
+    return Search(
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
-        max_lengths=_limits(rows, options, longest, tokenizer.pad_id),
-        length=length,
-        length_penalty_alpha=options.length_penalty_alpha,
+        length=min(width + offset, longest),
+        beam_size=options.beam_size,
+        n_best=min(options.n_best, options.beam_size),  # of sampling, one in each search
+        length_penalty_alpha=alpha,
+        rows=rows_at_once(width),
+        prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
+        move=_move_caches,
     )
-    if not options.sample:
-        return search(
-            beam_size=options.beam_size,
-            n_best=options.n_best,
-            move=lambda caches, parents: [cache.moved(parents) for cache in caches],
-        )
-    narrowing = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    found = search(keys=functools.partial(_keys, options.seed), **narrowing)
-    found = jax.tree.map(lambda leaf: leaf.reshape(-1, options.n_best, *leaf.shape[2:]), found)
-    order = jnp.lexsort((-found.scores, ~found.finished), axis=1)
-    return jax.vmap(lambda drawn, best: jax.tree.map(lambda leaf: leaf[best], drawn))(found, order)
 
 
-def encoded(models: Sequence[Transformer], pad_id: int, rows: Rows) -> Ready:
-    """The rows with their source encoded by each model."""
-    mask = padding_mask(rows.source, pad_id)
-    memories = [memory_keys_values(model, model.encode(rows.source, mask)) for model in models]
-    return Ready(rows, mask, memories)
+def encode_sources(models: Sequence[Transformer], pad_id: int, sentences: PaddedSentences) -> Ready:
+    """The sentences with their source encoded by each model."""
+    source, mask = sentences.source, padding_mask(sentences.source, pad_id)
+    memories = [memory_keys_values(model, model.encode(source, mask)) for model in models]
+    return Ready(sentences, mask, memories)
 
 
 def mean_step(models: Sequence[Transformer]) -> StepFn:
-    """The step function of an ensemble on `Ready` rows; its cache is a list of theirs."""
+    """The step function of an ensemble on `Ready` sentences; its cache is one for each model."""
 
     def step_fn(tokens, caches, index, ready):
         steps = [
@@ -135,7 +136,7 @@ def mean_step(models: Sequence[Transformer]) -> StepFn:
 
 
 def _log_softmax(logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    """As JAX's, which would write logits minus their maximum to memory in between."""
+    """JAX's own would write logits minus their maximum to memory in between."""
     return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
@@ -146,36 +147,76 @@ def mean_probability(log_probs: Sequence[Float[Array, "*shape"]]) -> Float[Array
     return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
 
 
-def constraint(tokenizer: Tokenizer, options: Settled) -> Allowed:
-    """What the options allow a hypothesis to go on with; a row's prefix comes before all of it."""
-    vocab_size, pad_id = tokenizer.vocab_size, tokenizer.pad_id
-    own = () if options.forbid_unknown else (tokenizer.unk_id,)
-    never = tuple(i for i in tokenizer.never_generated if i not in own)
+def _move_caches(caches: list[DecodingCache], parents: Int[Array, "B M"]) -> list[DecodingCache]:
+    return [cache.moved(parents) for cache in caches]
+
+
+def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
+    """Which token the options allow next; a sentence's prefix comes before all of them."""
+    vocab_size = tokenizer.vocab_size
+    wanted = () if options.forbid_unknown else (tokenizer.unk_id,)
+    never = tuple(i for i in tokenizer.never_generated if i not in wanted)
 
     def allowed(
         tokens: Int[Array, "B M L"], index: Int[Array, " B"], ready: Ready
     ) -> Bool[Array, "B #M V"]:
-        mask = all_but(never, vocab_size)
-        mask &= long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
+        mask = constraints.all_but(never, vocab_size)
+        mask &= constraints.long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
         if size := options.no_repeat_ngram_size:
-            mask &= no_repeated_ngram(tokens, index, size, vocab_size)
-        prefixes = ready.rows.prefixes
-        return mask if prefixes is None else beginning(mask, prefixes, index, pad_id)
+            mask &= constraints.no_repeated_ngram(tokens, index, size, vocab_size)
+        prefixes = ready.sentences.prefixes
+        if prefixes is None:
+            return mask
+        return constraints.forced_prefix(mask, prefixes, index, tokenizer.pad_id)
 
     return allowed
+
+
+def _limits(
+    sentences: PaddedSentences, options: Options, longest: int, pad_id: int
+) -> Int[Array, " B"]:
+    """The length limit of each sentence; it is 0 where there is none, and no search begins."""
+    sizes = jnp.sum(sentences.source != pad_id, axis=1)
+    room = sizes
+    if sentences.prefixes is not None:  # one that is longer than the source needs room, and EOS
+        room = jnp.maximum(sizes, jnp.sum(sentences.prefixes != pad_id, axis=1) + 1)
+    assert options.max_length_offset is not None
+    return jnp.where(sizes > 0, jnp.minimum(room + options.max_length_offset, longest), 0)
+
+
+def _repeat(sentences: PaddedSentences, count: int) -> PaddedSentences:
+    """Each sentence `count` times, with numbers: every draw is a sentence of its own."""
+    repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), sentences)
+    numbers = jnp.arange(len(repeated.draws), dtype=repeated.draws.dtype) % count
+    return repeated._replace(draws=repeated.draws.at[:, 1].set(numbers))
+
+
+def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:
+    """A key for each sentence, from the seed, its source ids and the number of its draw."""
+
+    def key(draw: UInt[Array, "2"]) -> Key[Array, ""]:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draw[0]), draw[1])
+
+    return jax.vmap(key)(ready.sentences.draws)
+
+
+def _rank_draws(found: Hypotheses, count: int) -> Hypotheses:
+    """The `count` draws of each sentence, [B * count, 1, ...], as [B, count, ...], best first."""
+    found = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[2:]), found)
+    return take(found, jnp.lexsort((-found.scores, ~found.finished), axis=1))
 
 
 def score_batch(
     graphdefs: GraphDefs,
     tokenizer: Tokenizer,
     params: tuple[Params, ...],
-    rows: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+    pairs: tuple[Int[Array, "B S"], Int[Array, "B T"]],
 ) -> Float[Array, "B T"]:
     """Forced decoding: the log-probability of each target token given its source and past.
 
     It is 0 at padding.
     """
-    source, target = rows
+    source, target = pairs
     log_probs = []
     for member in zip(graphdefs, params, strict=True):
         model = nnx.merge(*member)
@@ -185,39 +226,3 @@ def score_batch(
         logits = model.project(states)
         log_probs.append(-optax.softmax_cross_entropy_with_integer_labels(logits, target))
     return jnp.where(target != tokenizer.pad_id, mean_probability(log_probs), 0)
-
-
-def weigh_batch(
-    graphdef: nnx.GraphDef,
-    tokenizer: Tokenizer,
-    params: Params,
-    rows: tuple[Int[Array, "B S"], Int[Array, "B T"]],
-) -> AttentionWeights:
-    """The attention weights by which a model reads source and target rows."""
-    model = nnx.merge(graphdef, params)
-    return attention_weights(model, *rows, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
-
-
-def _limits(rows: Rows, options: Settled, longest: int, pad_id: int) -> Int[Array, " B"]:
-    """The length limit of each row; filler rows have 0 and never begin."""
-    sizes = jnp.sum(rows.source != pad_id, axis=1)
-    room = sizes
-    if rows.prefixes is not None:  # a long one, and EOS
-        room = jnp.maximum(sizes, jnp.sum(rows.prefixes != pad_id, axis=1) + 1)
-    return jnp.where(sizes > 0, jnp.minimum(room + options.max_length_offset, longest), 0)
-
-
-def _repeated(rows: Rows, count: int) -> Rows:
-    """Each row `count` times, numbered: every draw is a sentence of its own."""
-    rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), rows)
-    numbers = jnp.arange(len(rows.draws), dtype=rows.draws.dtype) % count
-    return rows._replace(draws=rows.draws.at[:, 1].set(numbers))
-
-
-def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:
-    """A key for each draw of each sentence: from the seed, the sentence, and which draw it is."""
-
-    def key(draw: UInt[Array, "2"]) -> Key[Array, ""]:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draw[0]), draw[1])
-
-    return jax.vmap(key)(ready.rows.draws)

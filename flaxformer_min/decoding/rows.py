@@ -1,7 +1,16 @@
-"""Many sentences through few rows: a row whose sentence is done is given to the next one.
+"""Many sentences through few rows, which others call continuous batching.
 
-Rows may be at different steps, so each keeps count for itself. All arrays have the same shape at
-every step, and what becomes of a sentence follows from it alone.
+A row whose sentence is done is given to the next sentence at once; it does not wait for its
+neighbours. Two rows and the sentences A to F, which take 5, 2, 3, 1, 4 and 1 steps:
+
+    step        1  2  3  4  5  6  7  8  9
+    row 0       A  A  A  A  A  D  F  .  .      . is a row that is idle
+    row 1       B  B  C  C  C  E  E  E  E
+    prepared    AB    CD       EF
+
+Shapes are static, so every step computes every row. Sentences are prepared as many at a time as
+there are rows, when a row is free and no prepared sentence is left. What becomes of a sentence
+follows from it alone.
 
 Letters: R rows, Q sentences.
 """
@@ -17,20 +26,28 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 Stepped = tuple[PyTree, PyTree, Bool[Array, " R"]]
 # (state, cache, sentences), leaves [R, ...] -> state and cache one step later, which rows are done
 Step = Callable[[PyTree, PyTree, PyTree], Stepped]
-# Sentences as they come -> with what is computed for each of them once; leaves [R, ...] both
+# R sentences as they were given -> the same with what is computed for each of them once
 Prepare = Callable[[PyTree], PyTree]
 
 
 class _Work(NamedTuple):
-    """Where R rows stand. `places` says which sentence a row is at; Q is none."""
+    """Where R rows stand."""
 
-    upcoming: Int[Array, ""]  # the sentence that is next
-    places: Int[Array, " R"]
-    done: Bool[Array, " R"]
+    upcoming: Int[Array, ""]  # the next sentence that gets a row
+    places: Int[Array, " R"]  # places[r] is the sentence of row r, Q if the row is idle
+    done: Bool[Array, " R"]  # whether row r can take another sentence
     state: PyTree[Shaped[Array, "R ..."]]
     sentences: PyTree[Shaped[Array, "R ..."]]
     cache: PyTree[Shaped[Array, "R ..."]]
     results: PyTree[Shaped[Array, "Q ..."]]
+
+
+class _Prepared(NamedTuple):
+    """The sentences from `first` on, R of them; those from `end` on are not searched."""
+
+    sentences: PyTree[Shaped[Array, "R ..."]]
+    first: Int[Array, ""]
+    end: Int[Array, ""]
 
 
 def through_rows(
@@ -41,86 +58,85 @@ def through_rows(
     wanted: Bool[Array, " Q"],
     prepare: Prepare,
 ) -> PyTree[Shaped[Array, "Q ..."]]:
-    """The state in which each sentence is done; that of one not wanted stays as it began.
+    """The state in which each sentence is done, [Q, ...]; it is `fresh` for one not wanted.
 
-    A row begins with its `fresh` state and with the cache of the sentence before it, which it must
-    not read. Sentences are prepared R at a time, when rows wait for them, and those behind the last
-    wanted one never. A row without a sentence goes on for nothing, never further than one at work.
-    Q is a multiple of R; `fresh` rows are all the same.
+    A row begins a sentence with its `fresh` state, which is the same for all rows, and with the
+    cache of the sentence before it, which it must ignore. Sentences behind the last wanted one are
+    never prepared. Idle rows keep stepping and are never behind a row that works, so they keep no
+    row waiting. Q must be a multiple of R.
     """
     rows, count = len(jax.tree.leaves(fresh)[0]), len(wanted)
     assert count % rows == 0, (count, rows)
-    number = jnp.max(jnp.where(wanted, jnp.arange(count) + 1, 0), initial=0)
+    end = jnp.max(jnp.where(wanted, jnp.arange(count) + 1, 0), initial=0)
 
-    def stepped(work: _Work) -> _Work:
+    def advance(work: _Work) -> _Work:
         state, cache, done = step(work.state, work.cache, work.sentences)
         return work._replace(state=state, cache=cache, done=done | (work.places == count))
 
-    def turn(work: _Work) -> _Work:
-        """Hands out R more sentences and steps until a row is free again; at last until all are."""
-        ready = prepare(_rows(sentences, work.upcoming, rows))
-        first, end = work.upcoming, jnp.minimum(work.upcoming + rows, number)
+    def prepare_and_step(work: _Work) -> _Work:
+        """Prepares the next R sentences and steps until a row is free and none of them is left."""
+        ready = prepare(_slice(sentences, work.upcoming, rows))
+        prepared = _Prepared(ready, work.upcoming, jnp.minimum(work.upcoming + rows, end))
 
-        def working(work: _Work) -> Bool[Array, ""]:
+        def goes_on(work: _Work) -> Bool[Array, ""]:
             busy = work.places < count
-            return jnp.any(busy) & (jnp.all(busy) | (end == number))
+            return jnp.any(busy) & (jnp.all(busy) | (prepared.end == end))
 
-        def refilled(work: _Work) -> _Work:
-            return _refill(work, ready, first, end, fresh, wanted)
+        def refill(work: _Work) -> _Work:
+            return _refill(work, prepared, fresh, wanted)
 
-        return lax.while_loop(working, lambda work: refilled(stepped(work)), refilled(work))
+        return lax.while_loop(goes_on, lambda work: refill(advance(work)), refill(work))
 
-    none = jnp.full(rows, count)
-    like = jax.eval_shape(prepare, _rows(sentences, 0, rows))
-    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    idle = jnp.full(rows, count)
+    shapes = jax.eval_shape(prepare, _slice(sentences, 0, rows))
+    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     results = jax.tree.map(lambda leaf: jnp.repeat(leaf[:1], count, axis=0), fresh)
-    work = _Work(jnp.int32(0), none, jnp.ones(rows, bool), fresh, blank, cache, results)
-    return lax.while_loop(lambda work: work.upcoming < number, turn, work).results
+    work = _Work(jnp.int32(0), idle, jnp.ones(rows, bool), fresh, blank, cache, results)
+    return lax.while_loop(lambda work: work.upcoming < end, prepare_and_step, work).results
 
 
 def _refill(
     work: _Work,
-    ready: PyTree[Shaped[Array, "R ..."]],
-    first: Int[Array, ""],
-    end: Int[Array, ""],
+    prepared: _Prepared,
     fresh: PyTree[Shaped[Array, "R ..."]],
     wanted: Bool[Array, " Q"],
 ) -> _Work:
-    """Stores what is done and gives its row to the next sentence before `end`, if there is one.
+    """Keeps the result of every row that is done and gives the row to the next prepared sentence.
 
-    Row by row: only what changes is copied.
+    The row is idle if there is none. One row after the other, so that only what changes is copied.
     """
     count = len(wanted)
 
     def due(work: _Work) -> Bool[Array, " R"]:
-        return work.done & ((work.places < count) | (work.upcoming < end))
+        """Which rows hold a result, or are idle although a prepared sentence is left."""
+        return work.done & ((work.places < count) | (work.upcoming < prepared.end))
 
-    def refill(work: _Work) -> _Work:
-        row, more = jnp.argmax(due(work)), work.upcoming < end
-        ended, place = _rows(work.state, row, 1), work.places[row]
-        taken = _rows(ready, jnp.where(more, work.upcoming - first, 0), 1)
+    def refill_one(work: _Work) -> _Work:
+        row, more = jnp.argmax(due(work)), work.upcoming < prepared.end
+        result, place = _slice(work.state, row, 1), work.places[row]
+        chosen = jnp.where(more, work.upcoming - prepared.first, 0)
         return work._replace(
             upcoming=work.upcoming + more,
             places=work.places.at[row].set(jnp.where(more, work.upcoming, count)),
             done=work.done.at[row].set(~(more & wanted[work.upcoming])),
-            state=_put(work.state, row, _rows(fresh, 0, 1)),
-            sentences=_put(work.sentences, row, taken),
-            # A free row's place is none, and is dropped.
+            state=_set_row(work.state, row, _slice(fresh, 0, 1)),
+            sentences=_set_row(work.sentences, row, _slice(prepared.sentences, chosen, 1)),
+            # An idle row's place is Q, one past the end, so that nothing is kept of it.
             results=jax.tree.map(
-                lambda leaf, new: leaf.at[place].set(new[0], mode="drop"), work.results, ended
+                lambda leaf, new: leaf.at[place].set(new[0], mode="drop"), work.results, result
             ),
         )
 
-    return lax.while_loop(lambda work: jnp.any(due(work)), refill, work)
+    return lax.while_loop(lambda work: jnp.any(due(work)), refill_one, work)
 
 
-def _rows(tree: PyTree, first: int | Int[Array, ""], count: int) -> PyTree:
-    """`count` rows of every leaf from `first` on."""
+def _slice(tree: PyTree, first: int | Int[Array, ""], count: int) -> PyTree:
+    """`count` rows of every leaf, from row `first` on."""
     return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, count), tree)
 
 
-def _put(tree: PyTree, place: Int[Array, ""], row: PyTree) -> PyTree:
-    """The tree with one row of every leaf replaced."""
+def _set_row(tree: PyTree, row: Int[Array, ""], new: PyTree) -> PyTree:
+    """The tree with one row of every leaf [R, ...] replaced by `new`, [1, ...]."""
     return jax.tree.map(
-        lambda leaf, new: lax.dynamic_update_slice_in_dim(leaf, new, place, 0), tree, row
+        lambda leaf, part: lax.dynamic_update_slice_in_dim(leaf, part, row, 0), tree, new
     )

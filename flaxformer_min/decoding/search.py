@@ -1,16 +1,20 @@
 """Search: from next-token log-probabilities to the best translations (paper, section 6.1).
 
 The search knows no model. A step function takes the token each hypothesis emitted last, a cache,
-the index of that token (BOS has index 0) and what belongs to the sentence (memory, masks), and
-gives the log-probabilities of the next token and the new cache. At index 0 a sentence begins, and
-what the cache holds is another one's. Cache leaves are [B, M, ...] and follow their hypotheses, or
-else `move` says what follows them.
+the index of that token (BOS has index 0) and the data of the sentences (memory, masks), and gives
+the log-probabilities of the next token and the new cache. Index 0 says that the row has just been
+given a new sentence: the cache is then that of another sentence and must be ignored. Cache leaves
+are [B, M, ...] and follow their hypotheses, unless `Search.move` says what follows them.
+
+    search = Search(bos_id=2, eos_id=3, pad_id=0, length=50)
+    found = beam_search(step_fn, cache, sentences, max_lengths, search)
 
 Letters: Q sentences, of which B are searched at a time, M hypotheses kept alive for each (the
 beam), N returned, T tokens, V vocabulary. Lengths count EOS and not BOS. A hypothesis whose
 log-probability is -inf does not exist: it fills a place for which there was no candidate.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,14 +29,60 @@ from flaxformer_min.decoding.rows import Prepare, Step, Stepped, through_rows
 StepFn = Callable[
     [Int[Array, "B M"], PyTree, Int[Array, " B"], PyTree], tuple[Float[Array, "B M V"], PyTree]
 ]
-# (tokens [B, M, T+1], BOS first; how many others there are; sentences) -> which may come next
+# (tokens [B, M, T+1], BOS first; how many follow BOS; sentences) -> which token may come next
 Allowed = Callable[[Int[Array, "B M L"], Int[Array, " B"], PyTree], Bool[Array, "#B #M #V"]]
 # (log-probabilities, how many tokens were emitted, sentences) -> the next token of each sentence
 Choose = Callable[[Float[Array, "B V"], Int[Array, " B"], PyTree], Int[Array, "B 1"]]
 # (cache, parents [B, M]) -> the cache after hypothesis m has become a child of parents[b, m]
 Move = Callable[[PyTree, Int[Array, "B M"]], PyTree]
 
-LARGEST_BLOCK = 128  # of `top_k`
+LARGEST_CHUNK = 128  # values of which `top_k` first compares the maxima
+
+
+def anything(
+    tokens: Int[Array, "B M L"], index: Int[Array, " B"], sentences: PyTree
+) -> Bool[Array, "1 1 1"]:
+    """Every token is allowed."""
+    return jnp.ones((1, 1, 1), bool)
+
+
+def unchanged(sentences: PyTree) -> PyTree:
+    """The sentences themselves: nothing is computed for them beforehand."""
+    return sentences
+
+
+def likeliest(
+    log_probs: Float[Array, "B V"], index: Int[Array, " B"], sentences: PyTree
+) -> Int[Array, "B 1"]:
+    """The likeliest token."""
+    return top_k(log_probs, 1)[1]
+
+
+def take(tree: PyTree[Shaped[Array, "B M ..."]], places: Int[Array, "B N"]) -> PyTree:
+    """From every leaf [B, M, ...] the given places of axis 1: [B, N, ...], in one gather each."""
+
+    def take_leaf(leaf: Shaped[Array, "B M ..."]) -> Shaped[Array, "B N ..."]:
+        index = places.reshape(*places.shape, *(1,) * (leaf.ndim - 2))
+        return jnp.take_along_axis(leaf, index, axis=1, mode="promise_in_bounds")
+
+    return jax.tree.map(take_leaf, tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """The settings of a search, the same for all sentences. The beam and alpha are the paper's."""
+
+    bos_id: int
+    eos_id: int
+    pad_id: int
+    length: int  # T, the number of tokens for which the cache has room
+    beam_size: int = 4  # M; 1 is greedy search by definition
+    n_best: int = 1  # N, at most M
+    length_penalty_alpha: float | Float[Array, ""] = 0.6
+    rows: int | None = None  # B, a divisor of Q; None searches all sentences at a time
+    prepare: Prepare = unchanged  # computes what the step function needs of B sentences, once
+    allowed: Allowed = anything  # which token may come next
+    move: Move = take  # how the cache follows the hypotheses
 
 
 class Hypotheses(NamedTuple):
@@ -57,18 +107,18 @@ class _Beam(NamedTuple):
     lengths: Int[Array, "B M"]
 
 
-class _Limited(NamedTuple):
-    """Sentences with their limits; leaves [Q, ...], or [B, ...] of those that are at work."""
-
-    sentences: PyTree
-    max_lengths: Int[Array, " Q"]
-
-
 class _State(NamedTuple):
-    """Of each sentence; all its hypotheses that are alive have the same length."""
+    """How far the search of each sentence is; its alive hypotheses all have the same length."""
 
     alive: _Beam
     finished: _Beam
+
+
+class _Sentences(NamedTuple):
+    """The sentences and how many tokens each may have: all Q of them, or the B at work."""
+
+    data: PyTree
+    max_lengths: Int[Array, " Q"]
 
 
 def length_penalty(
@@ -78,153 +128,88 @@ def length_penalty(
     return ((5.0 + lengths) / 6.0) ** alpha
 
 
-def anything(
-    tokens: Int[Array, "B M L"], index: Int[Array, " B"], sentences: PyTree
-) -> Bool[Array, "1 1 1"]:
-    """Every token is allowed."""
-    return jnp.ones((1, 1, 1), bool)
-
-
-def as_they_are(sentences: PyTree) -> PyTree:
-    """Nothing is computed for the sentences beforehand."""
-    return sentences
-
-
-def likeliest(
-    log_probs: Float[Array, "B V"], index: Int[Array, " B"], sentences: PyTree
-) -> Int[Array, "B 1"]:
-    """The likeliest token."""
-    return top_k(log_probs, 1)[1]
-
-
-def take(tree: PyTree[Shaped[Array, "B M ..."]], places: Int[Array, "B N"]) -> PyTree:
-    """From every leaf [B, M, ...] the given places of axis 1: [B, N, ...], in one gather each."""
-
-    def take_leaf(leaf: Shaped[Array, "B M ..."]) -> Shaped[Array, "B N ..."]:
-        index = places.reshape(*places.shape, *(1,) * (leaf.ndim - 2))
-        return jnp.take_along_axis(leaf, index, axis=1, mode="promise_in_bounds")
-
-    return jax.tree.map(take_leaf, tree)
-
-
 def beam_search(
-    step_fn: StepFn,
-    cache: PyTree,
-    sentences: PyTree,
-    *,
-    rows: int,
-    prepare: Prepare = as_they_are,
-    bos_id: int,
-    eos_id: int,
-    pad_id: int,
-    max_lengths: Int[Array, " Q"],
-    length: int,
-    beam_size: int,
-    length_penalty_alpha: float | Float[Array, ""],
-    allowed: Allowed = anything,
-    n_best: int = 1,
-    move: Move = take,
+    step_fn: StepFn, cache: PyTree, sentences: PyTree, max_lengths: Int[Array, " Q"], search: Search
 ) -> Hypotheses:
-    """The n_best translations of each sentence that a beam of beam_size finds.
+    """The n_best translations of each sentence that a beam of beam_size finds: [Q, N, T].
 
-    Each step ranks the 2M best one-token extensions; those that end in EOS join the finished, the
-    best M others live on (tensor2tensor's rules). A sentence stops when nothing alive can enter its
-    n_best any more, or at max_lengths[q] <= length tokens, and another one takes its row; rows do
-    not mix, so neighbours do not matter. What is alive then is scored at its length and comes last.
-    What is not allowed loses its probability without renormalisation: scores stay the model's.
+    Each step ranks the 2M best one-token extensions; those that end in EOS join the finished, and
+    the best M of the rest live on (tensor2tensor's rules). A sentence stops when nothing alive can
+    enter its n_best any more, or at max_lengths[q] <= T tokens, and its row is given to the next
+    sentence (rows.py). Rows do not mix, so neighbours do not matter. A hypothesis that is still
+    alive at the end is scored at its length and ranked after the finished ones. A token that is not
+    allowed loses its probability without renormalisation, so scores stay the model's.
 
-    `rows` = B of the sentences are prepared at a time and searched at a time (refill.py).
-    Shapes: cache leaves [B, M, ...], with room for `length` tokens; the result is [Q, N, T] with
-    N = n_best <= beam_size and T = length. beam_size 1 is greedy search by definition.
+    Leaves of `sentences` are [Q, ...]; those of `cache` are [B, M, ...], with room for T tokens.
     """
-    assert 1 <= n_best <= beam_size, (n_best, beam_size)
-    if beam_size == 1:
-        return greedy_search(
-            step_fn,
-            cache,
-            sentences,
-            rows=rows,
-            prepare=prepare,
-            bos_id=bos_id,
-            eos_id=eos_id,
-            pad_id=pad_id,
-            max_lengths=max_lengths,
-            length=length,
-            length_penalty_alpha=length_penalty_alpha,
-            allowed=allowed,
-        )
+    assert 1 <= search.n_best <= search.beam_size, search
+    if search.beam_size == 1:
+        return greedy_search(step_fn, cache, sentences, max_lengths, search)
+    alpha = search.length_penalty_alpha
 
-    def step(state: _State, cache: PyTree, ready: _Limited) -> Stepped:
-        log_probs, cache = _next(step_fn, allowed, state.alive, cache, ready.sentences)
+    def step(state: _State, cache: PyTree, ready: _Sentences) -> Stepped:
+        log_probs, cache = _next(step_fn, search.allowed, state.alive, cache, ready.data)
         candidates, last, parents = _extend(state.alive, log_probs)
-        going = _only(candidates, last != eos_id)
-        alive, kept = _best(going, going.log_probs, beam_size)
-        pool = _join(state.finished, _only(candidates, last == eos_id))
-        finished, _ = _best(pool, _scores(pool, length_penalty_alpha), beam_size)
-        done = _settled(alive, finished, ready.max_lengths, length_penalty_alpha, n_best)
-        return _State(alive, finished), move(cache, take(parents, kept)), done
+        going = _only(candidates, last != search.eos_id)
+        alive, kept = _best(going, going.log_probs, search.beam_size)
+        pool = _join(state.finished, _only(candidates, last == search.eos_id))
+        finished, _ = _best(pool, _scores(pool, alpha), search.beam_size)
+        done = _is_done(alive, finished, ready.max_lengths, search)
+        return _State(alive, finished), search.move(cache, take(parents, kept)), done
 
-    start = _start(rows, beam_size, length, bos_id, pad_id)
-    found = _run(step, start, cache, _Limited(sentences, max_lengths), prepare)
-    return _ranked(found, length_penalty_alpha, pad_id, n_best)
+    return _run(step, cache, _Sentences(sentences, max_lengths), search)
 
 
 def greedy_search(
     step_fn: StepFn,
     cache: PyTree,
     sentences: PyTree,
-    *,
-    rows: int,
-    prepare: Prepare = as_they_are,
-    bos_id: int,
-    eos_id: int,
-    pad_id: int,
     max_lengths: Int[Array, " Q"],
-    length: int,
-    length_penalty_alpha: float | Float[Array, ""],
-    allowed: Allowed = anything,
+    search: Search,
     choose: Choose = likeliest,
 ) -> Hypotheses:
-    """The token that `choose` takes at every step until EOS or max_lengths[q] tokens; N = M = 1.
+    """The token that `choose` takes at every step, until EOS or max_lengths[q] tokens: [Q, 1, T].
 
-    Cache leaves are [B, 1, ...]. Arguments and result are those of beam_search.
+    The arguments are those of `beam_search` with M = N = 1, whatever `search` says of the two.
     """
+    search = dataclasses.replace(search, beam_size=1, n_best=1)
 
-    def step(state: _State, cache: PyTree, ready: _Limited) -> Stepped:
-        log_probs, cache = _next(step_fn, allowed, state.alive, cache, ready.sentences)
+    def step(state: _State, cache: PyTree, ready: _Sentences) -> Stepped:
+        log_probs, cache = _next(step_fn, search.allowed, state.alive, cache, ready.data)
         log_probs, lengths = log_probs[:, 0], state.alive.lengths
-        token = choose(log_probs, lengths[:, 0], ready.sentences)
+        token = choose(log_probs, lengths[:, 0], ready.data)
         longer = _Beam(
-            _written(state.alive.tokens, token, lengths + 1),
+            _write(state.alive.tokens, token, lengths + 1),
             state.alive.log_probs + jnp.take_along_axis(log_probs, token, axis=1),
             lengths + 1,
         )
-        ended = token == eos_id
+        ended = token == search.eos_id
         done = ended[:, 0] | (longer.lengths[:, 0] >= ready.max_lengths)
         return _State(_only(longer, ~ended), _only(longer, ended)), cache, done
 
-    start = _start(rows, 1, length, bos_id, pad_id)
-    found = _run(step, start, cache, _Limited(sentences, max_lengths), prepare)
-    return _ranked(found, length_penalty_alpha, pad_id, n_best=1)
+    return _run(step, cache, _Sentences(sentences, max_lengths), search)
 
 
-def _start(rows: int, beam: int, length: int, bos_id: int, pad_id: int) -> _State:
-    """One empty hypothesis per sentence, probability 1; the other places hold none."""
-    tokens = jnp.full((rows, beam, length + 1), pad_id, jnp.int32).at[:, :, 0].set(bos_id)
-    # The default float is float32, and float64 where jax_enable_x64 is on.
-    log_probs = jnp.full((rows, beam), -jnp.inf, jnp.result_type(float)).at[:, 0].set(0.0)
-    alive = _Beam(tokens, log_probs, jnp.zeros((rows, beam), jnp.int32))
-    return _State(alive, _only(alive, jnp.zeros_like(alive.lengths, bool)))
+def _run(step: Step, cache: PyTree, sentences: _Sentences, search: Search) -> Hypotheses:
+    """Searches every sentence, but those with a limit of 0, which have no hypothesis."""
 
+    def prepare(some: _Sentences) -> _Sentences:
+        return some._replace(data=search.prepare(some.data))
 
-def _run(step: Step, start: _State, cache: PyTree, sentences: _Limited, prepare: Prepare) -> _State:
-    """Every sentence's state, [Q, ...], when it is done; one of limit 0 never begins."""
-
-    def prepared(some: _Limited) -> _Limited:
-        return some._replace(sentences=prepare(some.sentences))
-
+    start = _start(search, search.rows or len(sentences.max_lengths))
     wanted = sentences.max_lengths > 0
-    return through_rows(step, start, cache, sentences, wanted, prepared)
+    return _rank(through_rows(step, start, cache, sentences, wanted, prepare), search)
+
+
+def _start(search: Search, rows: int) -> _State:
+    """One empty hypothesis per sentence, probability 1; the other places hold none."""
+    shape = rows, search.beam_size
+    tokens = jnp.full((*shape, search.length + 1), search.pad_id, jnp.int32)
+    tokens = tokens.at[:, :, 0].set(search.bos_id)
+    # The default float is float32, and float64 where jax_enable_x64 is on.
+    log_probs = jnp.full(shape, -jnp.inf, jnp.result_type(float)).at[:, 0].set(0.0)
+    alive = _Beam(tokens, log_probs, jnp.zeros(shape, jnp.int32))
+    return _State(alive, _only(alive, jnp.zeros_like(alive.lengths, bool)))
 
 
 def _next(
@@ -250,13 +235,13 @@ def _extend(
     totals, choices = top_k(totals, 2 * beam)
     parents, last = choices // vocab, choices % vocab
     tokens, lengths = take((alive.tokens, alive.lengths + 1), parents)
-    return _Beam(_written(tokens, last, lengths), totals, lengths), last, parents
+    return _Beam(_write(tokens, last, lengths), totals, lengths), last, parents
 
 
-def _written(
+def _write(
     tokens: Int[Array, "B M L"], last: Int[Array, "B M"], places: Int[Array, "B M"]
 ) -> Int[Array, "B M L"]:
-    """The hypotheses with another token, each at its place."""
+    """The hypotheses with token last[b, m] written at places[b, m]."""
     here = jnp.arange(tokens.shape[2])[None, None] == places[:, :, None]
     return jnp.where(here, last[:, :, None].astype(tokens.dtype), tokens)
 
@@ -264,24 +249,20 @@ def _written(
 def top_k(values: Float[Array, "B C"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
     """lax.top_k along axis 1, several times faster over many values on a CPU: K = count.
 
-    The largest values lie in the blocks with the largest maxima, at most one block for each. Blocks
-    stay in their order, so of equal values the first comes first, as there.
+    The K largest values lie in the K chunks with the largest maxima, so only these are ranked. The
+    chunks stay in their order, so that of equal values the first comes first, as in lax.top_k.
     """
     size = values.shape[1]
-    width = max(w for w in range(1, LARGEST_BLOCK + 1) if size % w == 0)
-    blocks = values.reshape(-1, size // width, width)
-    _, best = lax.top_k(blocks.max(axis=2), min(count, size // width))
+    width = max(w for w in range(1, LARGEST_CHUNK + 1) if size % w == 0)
+    chunks = values.reshape(-1, size // width, width)
+    _, best = lax.top_k(chunks.max(axis=2), min(count, size // width))
     best = jnp.sort(best, axis=1)
-    found, places = lax.top_k(take(blocks, best).reshape(-1, best.shape[1] * width), count)
+    found, places = lax.top_k(take(chunks, best).reshape(-1, best.shape[1] * width), count)
     return found, take(best, places // width) * width + places % width
 
 
-def _settled(
-    alive: _Beam,
-    finished: _Beam,
-    max_lengths: Int[Array, " B"],
-    alpha: float | Float[Array, ""],
-    n_best: int,
+def _is_done(
+    alive: _Beam, finished: _Beam, max_lengths: Int[Array, " B"], search: Search
 ) -> Bool[Array, " B"]:
     """Whether nothing alive can enter the n_best: none is left, too long, or too unlikely.
 
@@ -289,22 +270,27 @@ def _settled(
     is a bound. The penalty is monotone in the length: its largest value is at the next length
     (alpha < 0) or at the last.
     """
-    lengths = alive.lengths[:, 0]
+    lengths, alpha = alive.lengths[:, 0], search.length_penalty_alpha
     penalty = jnp.maximum(length_penalty(lengths + 1, alpha), length_penalty(max_lengths, alpha))
     bound = jnp.max(alive.log_probs, axis=1) / penalty
-    return (_scores(finished, alpha)[:, n_best - 1] >= bound) | (lengths >= max_lengths)
+    worst = _scores(finished, alpha)[:, search.n_best - 1]
+    return (worst >= bound) | (lengths >= max_lengths)
 
 
-def _ranked(found: _State, alpha: float | Float[Array, ""], pad_id: int, n_best: int) -> Hypotheses:
-    """The n_best in the order finished, unfinished, none; each of the two is sorted already."""
+def _rank(found: _State, search: Search) -> Hypotheses:
+    """The n_best of each sentence: finished ones, then unfinished ones, then empty places.
+
+    The finished and the alive are sorted already, so a stable sort by these three groups is enough.
+    """
     both = _join(found.finished, found.alive)
     is_finished = jnp.arange(both.lengths.shape[1]) < found.finished.lengths.shape[1]
     exists = both.log_probs > -jnp.inf
     group = jnp.where(exists, jnp.where(is_finished[None, :], 0, 1), 2)
-    order = jnp.argsort(group, axis=1, stable=True)[:, :n_best]
-    best, group, scores = take((both, group, _scores(both, alpha)), order)
+    order = jnp.argsort(group, axis=1, stable=True)[:, : search.n_best]
+    scores = _scores(both, search.length_penalty_alpha)
+    best, group, scores = take((both, group, scores), order)
     return Hypotheses(
-        tokens=jnp.where(group[:, :, None] < 2, best.tokens[:, :, 1:], pad_id),
+        tokens=jnp.where(group[:, :, None] < 2, best.tokens[:, :, 1:], search.pad_id),
         scores=scores,
         lengths=jnp.where(group < 2, best.lengths, 0),
         log_probs=best.log_probs,
@@ -317,7 +303,7 @@ def _scores(beam: _Beam, alpha: float | Float[Array, ""]) -> Float[Array, "B M"]
 
 
 def _only(beam: _Beam, keep: Bool[Array, "B M"]) -> _Beam:
-    """The hypotheses marked by keep; the others cease to exist."""
+    """The hypotheses marked by `keep`; all others cease to exist."""
     return beam._replace(log_probs=jnp.where(keep, beam.log_probs, -jnp.inf))
 
 

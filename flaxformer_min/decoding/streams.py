@@ -1,18 +1,19 @@
-"""Lines from a stream, translated in blocks as they come."""
+"""Lines from a stream, translated as they come."""
 
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 from flaxformer_min.data.lines import decode_lines, read_lines
+from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.attention_file import Write
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import DEFAULT, Translation, Translator
 from flaxformer_min.errors import UserError
 
-READ_BYTES = 1 << 18  # at once, about 4,000 lines: sorted by length they fill their batches
+READ_BYTES = 1 << 18  # about 4,000 lines at once: sorted by length they fill their batches
 
 
 def translate_stream(
@@ -26,40 +27,44 @@ def translate_stream(
     as_json: bool = False,
     write_attention: Write | None = None,
 ) -> Iterator[list[str]]:
-    """A line for each line of the source, in order; those of each block as soon as it is done.
+    """The translations of a stream's lines, in order, a list for each group of `ready_lines`.
 
-    `one_by_one` answers each line before the next is translated. `prefix` is a file with the
-    beginning of each translation, blank for a free one. `as_json` gives for each line an array of
-    its n_best hypotheses.
-    Raises UserError where the text is not UTF-8 (unless errors are to be replaced) or where the
-    prefix file has another number of lines, and as `Translator.translate`.
+    `errors`: "replace" puts U+FFFD in place of bytes that are not UTF-8. `one_by_one` answers each
+    line before the next is translated. `prefix` is a file with the beginning of each translation,
+    blank for a free one. `as_json` gives for each line a JSON array of its n_best hypotheses.
+    `write_attention` gets the number, pieces and weights of each line that is not blank.
+    Raises UserError where the text is not UTF-8 or the prefix file has another number of lines,
+    and for the reasons of `Translator.translate`, also if no line comes.
     """
-    options.settled(translator.config.decode)  # also where no line comes
-    beginnings = None if prefix is None else read_lines(prefix)
+    options.with_defaults(translator.config.decode)
+    all_prefixes = None if prefix is None else read_lines(prefix)
     first_line = 1
-    for block in ready_lines(source, one_by_one=one_by_one):
-        lines = list(decode_lines(block, "standard input", first_line=first_line, errors=errors))
-        prefixes = None if beginnings is None else list(itertools.islice(beginnings, len(lines)))
-        if prefixes is not None and len(prefixes) < len(lines):
-            lines_there = first_line - 1 + len(prefixes)
-            raise UserError(f"{prefix} has {lines_there} lines but standard input has more")
+    for group in ready_lines(source, one_by_one=one_by_one):
+        lines = list(decode_lines(group, "standard input", first_line=first_line, errors=errors))
+        prefixes = None
+        if all_prefixes is not None:
+            prefixes = list(itertools.islice(all_prefixes, len(lines)))
+            if len(prefixes) < len(lines):
+                count = first_line - 1 + len(prefixes)
+                raise UserError(f"{prefix} has {count} lines but standard input has more")
         found = translator.translate(lines, options, prefixes=prefixes, first_line=first_line)
         if write_attention is not None:
-            _pass_on_attention(translator, lines, found, first_line, write_attention)
-        yield [_line(translation, as_json) for translation in found]
+            for number, each in enumerate(found, first_line):
+                _write_weights(translator.tokenizer, number, each, write_attention)
+        yield [to_json(each) if as_json else each.text for each in found]
         first_line += len(lines)
-    if beginnings is not None and any(True for _ in beginnings):
+    if all_prefixes is not None and any(True for _ in all_prefixes):
         raise UserError(f"{prefix} has more lines than standard input, which has {first_line - 1}")
 
 
 def ready_lines(source: io.BufferedIOBase, *, one_by_one: bool = False) -> Iterator[list[bytes]]:
-    """The lines of a stream in blocks: those that have come by now, READ_BYTES of them at most.
+    """The lines of a stream in groups: the lines that are there, of READ_BYTES at most.
 
-    A line waits for its end, nothing waits for more lines.
+    A line waits for its end; nothing waits for more lines. `one_by_one` makes a group of each line.
     """
     rest = b""
-    while chunk := source.read1(READ_BYTES):
-        *lines, rest = (rest + chunk).split(b"\n")
+    while data := source.read1(READ_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
         if one_by_one:
             yield from ([line] for line in lines)
         elif lines:
@@ -68,9 +73,9 @@ def ready_lines(source: io.BufferedIOBase, *, one_by_one: bool = False) -> Itera
         yield [rest]
 
 
-def hypotheses(translation: Translation) -> list[dict[str, Any]]:
-    """The n best of a line, best first, as JSON."""
-    return [
+def to_json(translation: Translation) -> str:
+    """The n best of a line, best first, as a JSON array."""
+    hypotheses = [
         {
             "text": each.text,
             "score": each.score,
@@ -80,26 +85,13 @@ def hypotheses(translation: Translation) -> list[dict[str, Any]]:
         }
         for each in (translation, *translation.others)
     ]
+    return json.dumps(hypotheses, ensure_ascii=False)
 
 
-def _line(translation: Translation, as_json: bool) -> str:
-    if not as_json:
-        return translation.text
-    return json.dumps(hypotheses(translation), ensure_ascii=False)
-
-
-def _pass_on_attention(
-    translator: Translator,
-    lines: Iterable[str],
-    found: Iterable[Translation],
-    first_line: int,
-    write: Write,
+def _write_weights(
+    tokenizer: Tokenizer, number: int, translation: Translation, write: Write
 ) -> None:
-    """The weights of the best translation of each line that is not blank."""
-    tokenizer = translator.tokenizer
-    for number, (line, translation) in enumerate(zip(lines, found, strict=True), first_line):
-        if (weights := translation.attention) is not None:
-            used = weights.encoder.shape[-1] - 1  # and EOS
-            source = [*tokenizer.encode(line)[:used], tokenizer.eos_id]
-            pieces = tokenizer.pieces(source), tokenizer.pieces(translation.tokens)
-            write(number, *pieces, weights)
+    """Writes the weights of a line's best hypothesis; a blank line has none."""
+    if translation.attention is not None:
+        source, target = tokenizer.pieces(translation.source), tokenizer.pieces(translation.tokens)
+        write(number, source, target, translation.attention)

@@ -1,0 +1,24 @@
+"""BLEU of a translator on pairs of lines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flaxformer_min.decoding.bleu import bleu_record
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.translator import DEFAULT, Translator
+from flaxformer_min.errors import UserError
+
+
+def evaluate(
+    translator: Translator, pairs: Sequence[tuple[str, str]], options: Options = DEFAULT
+) -> dict[str, Any]:
+    """The BLEU record of the translator's translations of (source, reference) pairs.
+
+    Raises UserError where there is no pair, and for the reasons of `Translator.translate`.
+    """
+    if not pairs:
+        raise UserError("no lines to evaluate: give --source and --reference, with lines in them")
+    sources, references = zip(*pairs, strict=True)
+    texts = [translation.text for translation in translator.translate(sources, options)]
+    decode = options.over(translator.config.decode)
+    return bleu_record(texts, references, decode, translator.step)
