@@ -20,10 +20,10 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny_config
 
 from flaxformer_min.config import Config
 from flaxformer_min.training import loop as training
+from tools import tiny_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_config
 
 from flaxformer_min import cli
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.system.sealed import CheckpointError
 from flaxformer_min.training import loop as training
+from tools import tiny_config
 
 ROOT = Path(__file__).parent.parent
 LINES = ["a cat", "", " \t", "seven dogs", "now"]

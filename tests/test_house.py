@@ -177,9 +177,10 @@ def test_the_package_imports_absolutely_and_nothing_that_stands_around_it() -> N
 
 def test_no_test_imports_a_test_and_tests_and_benchmarks_keep_apart() -> None:
     helpers = {path.stem for path in TESTS.glob("*.py")}
+    siblings = {path.stem for path in BENCHMARKS.glob("*.py")}  # benchmarks.NAME is their name
     forbidden = {
         TESTS: {"tests", "benchmarks"},
-        BENCHMARKS: {"tests", *helpers},
+        BENCHMARKS: {"tests", *helpers, *siblings},
         TOOLS: {"tests", "benchmarks", *helpers},
     }
     names = [

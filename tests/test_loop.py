@@ -17,9 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_config
 from jax.sharding import NamedSharding
-from tiny_config import changed
 
 from flaxformer_min.checkpoints.format import Meta, read_meta
 from flaxformer_min.checkpoints.load import load_for_inference
@@ -39,6 +37,8 @@ from flaxformer_min.training.sharding import ROWS, make_mesh
 from flaxformer_min.training.state import TrainState
 from flaxformer_min.training.validation import Validation
 from flaxformer_min.training.workdir import claim, hold, prepare_data
+from tools import tiny_config
+from tools.tiny_config import changed
 
 ROOT = Path(__file__).parent.parent
 BLEU = {"score": 1.0, "signature": "none"}

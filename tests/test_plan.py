@@ -7,7 +7,6 @@ import json
 import jax
 import numpy as np
 import pytest
-import tiny_config
 
 from flaxformer_min.cli import main
 from flaxformer_min.config import ModelConfig
@@ -17,6 +16,7 @@ from flaxformer_min.planning import hlo, plan
 from flaxformer_min.planning.chips import CHIPS
 from flaxformer_min.planning.report import to_json, to_text
 from flaxformer_min.training.sharding import make_mesh
+from tools import tiny_config
 
 # As TPUs' and CPUs' programs are written: a loop in a loop, one whose bound is known and one whose
 # bound stands in its condition; collectives that start and end, and one inside a fusion.

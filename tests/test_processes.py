@@ -7,9 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny_config
-from processes import Accident, free_port, launch, metrics, worst_difference
-from tiny_config import changed
 
 from flaxformer_min import cli
 from flaxformer_min.checkpoints.format import read_meta
@@ -22,6 +19,9 @@ from flaxformer_min.system.failures import judged
 from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop as training
 from flaxformer_min.training.sharding import make_mesh, place_rows, rows_here
+from tools import tiny_config
+from tools.processes import Accident, free_port, launch, metrics, worst_difference
+from tools.tiny_config import changed
 
 FLAGS = "--data.vocab_size 285 --train.steps 30 --train.evaluate_every 20 --train.checkpoint_every"
 FLAGS = [*FLAGS.split(), "20", "--decode.bleu_tokenize", "char"]  # of words none is right so soon

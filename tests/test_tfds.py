@@ -17,7 +17,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-import tiny_config
 from tensorboardX.record_writer import RecordWriter
 from tensorflow_datasets.core.download import downloader
 from tensorflow_datasets.core.download.download_manager import DownloadManager
@@ -28,6 +27,7 @@ from flaxformer_min.config import DataConfig
 from flaxformer_min.data.sources import PairSource, open_sources, read_pairs
 from flaxformer_min.data.tfds import read_tfrecord
 from flaxformer_min.errors import UserError
+from tools import tiny_config
 
 WMT14 = "tfds:wmt14_translate/de-en"
 TRAIN, TEST = 200, 7  # pairs, those of the tiny corpus

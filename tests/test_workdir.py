@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_config import changed
 
 from flaxformer_min.data.tokenizer import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.training import loop as training
 from flaxformer_min.training import workdir
 from flaxformer_min.training.workdir import claim, hold, prepare_data, write_config
+from tools.tiny_config import changed
 
 ROOT = Path(__file__).parent.parent
 

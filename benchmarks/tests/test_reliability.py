@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.reliability.runs import tree_hash
 from benchmarks.reliability.tally import Tally
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXPERIMENTS = 9
 
 
