@@ -210,8 +210,9 @@ def test_a_mistake_in_training_is_one_line_and_status_2(corpus, tmp_path, capfd,
     assert_one_error(capfd.readouterr().err, message)
 
 
-def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, capfd):
-    assert main(*tiny_train(corpus, finished, "--model.dropout", "0.2")) == 2
+def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, tmp_path, capfd):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    assert main(*tiny_train(corpus, tmp_path, "--model.dropout", "0.2")) == 2
     message = "model.dropout was 0.1 in this workdir and is 0.2 now"
     assert_one_error(capfd.readouterr().err, message)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from trees import assert_same_bits
 
 from flaxformer_min.checkpoints.format import Meta, read_meta
 from flaxformer_min.checkpoints.load import load_for_inference
@@ -61,10 +61,6 @@ def metas(workdir: Path) -> list[Meta]:
 
 def steps_of(workdir: Path) -> list[int]:
     return counted_steps(workdir / "checkpoints")
-
-
-def assert_same_bits(left, right):
-    jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
 def assert_ended_alike(workdir: Path, finished: Path):
@@ -154,13 +150,14 @@ def log_lines(workdir: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_a_finished_run_run_again_does_nothing_and_says_so(tiny, finished, capsys):
+def test_a_finished_run_run_again_does_nothing_and_says_so(tiny, finished, tmp_path, capsys):
     def content():
-        files = (path for path in finished.rglob("*") if path.is_file())
+        files = (path for path in tmp_path.rglob("*") if path.is_file())
         return {path: path.read_bytes() for path in files}
 
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     before = content()
-    assert training.run(tiny, finished) == 0
+    assert training.run(tiny, tmp_path) == 0
     assert "is finished, at step 200; nothing to do" in capsys.readouterr().err
     assert content() == before
 

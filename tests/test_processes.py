@@ -158,10 +158,10 @@ def test_one_process_waits_for_nobody():
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_the_rows_of_all_processes_make_the_batch(tiny, finished, mesh):
+def test_the_rows_of_all_processes_make_the_batch(tiny, tmp_path, mesh):
     made = make_mesh(changed(tiny, "mesh", **mesh).mesh)
     np.testing.assert_array_equal(rows_here(made, 16), np.arange(16))
-    data = training.shared_data(tiny, finished)
+    data = training.shared_data(tiny, tmp_path)
     for step in range(data.plan.batches_per_epoch):  # one of them is not full
         place = data.plan, data.train, 0, step
         whole = assemble(*place)
