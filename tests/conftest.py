@@ -33,6 +33,13 @@ from tools import tiny_config
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What reads the finished run belongs to the tests that train one."""
+    for item in items:
+        if "finished" in getattr(item, "fixturenames", ()):
+            item.add_marker("run")
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
     """`made_once(name, make)`: a folder that `make` fills for this worker and all others."""

@@ -40,6 +40,7 @@ from flaxformer_min.training.workdir import claim, hold, prepare_data
 from tools import tiny_config
 from tools.tiny_config import changed
 
+pytestmark = pytest.mark.run
 ROOT = Path(__file__).parent.parent
 BLEU = {"score": 1.0, "signature": "none"}
 

@@ -152,6 +152,7 @@ def planned():
     return plan.make_plan(config, "cpu:8")
 
 
+@pytest.mark.run
 def test_a_plan_knows_the_bytes_of_a_device(planned):
     assert planned.mesh == {"data": 4, "fsdp": 2, "tensor": 1} and planned.devices == 8
     assert [tuple(shape.bucket) for shape in planned.shapes] == [(16, 16, 16)]
@@ -183,6 +184,7 @@ def test_time_follows_from_cycles_and_from_the_bytes_exchanged(planned):
     assert "3,600 steps: 1.8 hours, 14 chip-hours" in to_text(timed)
 
 
+@pytest.mark.run
 def test_a_program_that_does_not_fit_says_so_and_what_would_fit(planned, monkeypatch):
     compile_step = plan.compile_step
 

@@ -41,6 +41,7 @@ def as_flags_say(uneven: Path) -> Config:
     return changed(config, "train", steps=30, evaluate_every=20, checkpoint_every=20)
 
 
+@pytest.mark.run
 def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_path):
     accident = Accident(process=1, call=24, number=signal.SIGTERM)
     ended = launch(uneven, tmp_path / "two", 2, *FLAGS, accidents=[accident])
@@ -58,6 +59,7 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_pa
     assert evaluated["bleu"]["score"] > 0
 
 
+@pytest.mark.run
 def test_a_killed_process_ends_the_other_which_names_it(uneven, tmp_path):
     accident = Accident(process=1, call=3, number=signal.SIGKILL)
     ended = launch(uneven, tmp_path, 2, *FLAGS, accidents=[accident], silence=10)
@@ -65,6 +67,7 @@ def test_a_killed_process_ends_the_other_which_names_it(uneven, tmp_path):
     assert "error: process 1 has died or hangs" in ended[0].errors
 
 
+@pytest.mark.run
 def test_a_mistake_ends_both_with_one_line_of_the_first(tmp_path):
     tiny_config.write_corpus(tmp_path, train=3, validation=2)
     (tmp_path / "train.de").unlink()

@@ -101,6 +101,7 @@ def config_of(folder: Path | str, **values) -> DataConfig:
 # The real builder
 
 
+@pytest.mark.run
 def test_wmt14_trains_evaluates_and_is_scored_without_tensorflow(wmt14, tmp_path, capsys):
     folder, _ = wmt14
     flags = f"--data.source {WMT14} --data.dir {folder} --data.train train --data.validation"
