@@ -1,11 +1,11 @@
-"""Does a line's translation depend on its batch? python benchmarks/batch_independence.py DIR.
+"""Does a line's translation depend on its batch? python -m benchmarks.batch_independence DIR.
 
 Translates the same lines in batches of 1, 2, 7 and 64 rows, in three orders, on one device and on
 all, and compares each run with the first: one device, the program's own batches, lines as they are.
 Bits must agree among runs with equal rows; texts may differ only where the scores of the two by
 forced decoding are within 1e-5. Exit status 1 if not. For 8 devices on a CPU:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/batch_independence.py DIR
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.batch_independence DIR
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a corpus of millions of pairs costs: python benchmarks/corpus.py --pairs 5000000 --dir DIR.
+"""What a corpus of millions of pairs costs: python -m benchmarks.corpus --pairs 5000000 --dir DIR.
 
 Makes up a corpus, the same for the same number of pairs. Trains a tokenizer on it, encodes it,
 opens it again as a resumed run does, and makes batches beside train steps of the model of

@@ -1,7 +1,7 @@
 """Sentences per second of this program, Hugging Face's Marian and CTranslate2 on the same weights.
 
     pip install -e '.[benchmark]' -c constraints.txt
-    python benchmarks/decoding.py --checkpoint DIR [--source FILE] [--json]
+    python -m benchmarks.decoding --checkpoint DIR [--source FILE] [--json]
 
 All get the same lines of text and give back lines of text, in float32, with the same number of
 threads and the same tokenizer. All look for the likeliest translation (alpha 0: their length
@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from peers import Ids, Program, ctranslate2, marian, this_program
 
+from benchmarks.peers import Ids, Program, ctranslate2, marian, this_program
 from flaxformer_min.data.lines import read_lines
 from flaxformer_min.data.phrases import phrase
 from flaxformer_min.decoding.translator import Translator

@@ -1,4 +1,4 @@
-"""What a run on the built-in phrases has learnt: python benchmarks/demo_report.py DIR.
+"""What a run on the built-in phrases has learnt: python -m benchmarks.demo_report DIR.
 
 Exact match of the checkpoint on 1,000 held-out phrases, by category, beside the exact match
 of a look-up of the nearest training phrase; then BLEU, and a few translations to read.

@@ -1,23 +1,19 @@
 """Several processes on this machine beside one: the same numbers, and how they end together.
 
-    python benchmarks/distributed.py [--processes 2 4] [--workdir DIR]
+    python -m benchmarks.distributed [--processes 2 4] [--workdir DIR]
 
-Trains the tests' tiny model on 13 pairs, with 5 lines to evaluate, and prints a line for each case
+Trains the tiny model on 13 pairs, with 5 lines to evaluate, and prints a line for each case
 as it is done. Silence is the program's own (60 seconds), so all of it takes minutes.
 """
 
 import argparse
 import itertools
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import tiny_config
-from processes import Accident, Ended, launch, metrics, worst_difference
+from tools import tiny_config
+from tools.processes import Accident, Ended, launch, metrics, worst_difference
 
 FLAGS = "--data.vocab_size 285 --train.evaluate_every 20 --train.checkpoint_every 20"
 FLAGS = [*FLAGS.split(), "--decode.bleu_tokenize", "char", "--train.steps"]

@@ -1,4 +1,4 @@
-"""Meshes of eight CPU devices against one device: python benchmarks/sharding.py [--steps N].
+"""Meshes of eight CPU devices against one device: python -m benchmarks.sharding [--steps N].
 
 The same batches, weights and dropout on every mesh, Adam at its peak rate throughout; printed are
 the largest relative difference of a loss from that of one device, and the bytes that a device

@@ -1,4 +1,4 @@
-"""From the command to the first step, cold and warm: python benchmarks/startup.py [--data-dir DIR].
+"""From the command to the first step, cold and warm: python -m benchmarks.startup [--data-dir DIR].
 
 Starts `train.py` with the recipe configs/multi30k_en_de.py:cpu (the demo without --data-dir), waits
 until metrics.jsonl has its first step, and kills it. Cold is an empty workdir: tokenizer, corpus

@@ -1,4 +1,4 @@
-"""Memory and compilations over a long stream: python benchmarks/stream.py DIR --source FILE.
+"""Memory and compilations over a long stream: python -m benchmarks.stream DIR --source FILE.
 
 Passes the lines of a file through `translate` again and again, as `translate DIR < FILE` does, and
 prints after every block what is resident and how many programs XLA has compiled.

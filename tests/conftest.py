@@ -1,15 +1,20 @@
 """Strict settings for every test: shapes checked, eight CPU devices, no silent rank promotion."""
 
+import fcntl
 import os
+import shutil
 import tempfile
+from collections.abc import Callable
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-# What one test compiles, the next and the processes it starts read back.
-_compiled = tempfile.TemporaryDirectory(prefix="compiled-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+# What one test compiles, the others read back: in this process, in the other workers, which inherit
+# the variable, and in the processes that tests start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 from jaxtyping import install_import_hook
@@ -20,20 +25,46 @@ from pathlib import Path
 
 import jax
 import pytest
-import tiny_config
 
 from flaxformer_min.config import Config
 from flaxformer_min.training import loop as training
+from tools import tiny_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What reads the finished run belongs to the tests that train one."""
+    for item in items:
+        if "finished" in getattr(item, "fixturenames", ()):
+            item.add_marker("run")
+
+
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """`made_once(name, make)`: a folder that `make` fills for this worker and all others."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def folder_of(name: str, make: Callable[[Path], None]) -> Path:
+        folder, complete = shared / name, shared / f"{name}.complete"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # another worker began it and failed
+                folder.mkdir()
+                make(folder)
+                complete.touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def corpus(made_once) -> Path:
     """The folder of the tiny corpus."""
-    folder = tmp_path_factory.mktemp("corpus")
-    tiny_config.write_corpus(folder)
-    return folder
+    return made_once("corpus", tiny_config.write_corpus)
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +74,13 @@ def tiny(corpus) -> Config:
 
 
 @pytest.fixture(scope="session")
-def finished(tiny, tmp_path_factory) -> Path:
-    """The workdir of that run, trained to its end without a stop; tests must leave it as it is."""
-    workdir = tmp_path_factory.mktemp("finished")
-    assert training.run(tiny, workdir) == 0
-    return workdir
+def finished(tiny, made_once) -> Path:
+    """The workdir of that run, trained to its end without a stop.
+
+    Other workers read it at the same time: a test that trains, or takes its lock, takes a copy.
+    """
+
+    def train(workdir: Path) -> None:
+        assert training.run(tiny, workdir) == 0
+
+    return made_once("finished", train)

@@ -8,12 +8,12 @@ from tiny_checkpoints import (
     CONFIG,
     OTHER_TOKENIZER,
     TOKENIZER,
-    assert_same_bits,
     flip_a_bit,
     make_state,
     opened,
     saved,
 )
+from trees import assert_same_bits
 
 from flaxformer_min.checkpoints import average as room
 from flaxformer_min.checkpoints.average import average

@@ -36,6 +36,7 @@ def repeats(hypothesis: list[int], size: int, vocab: int = 9) -> set[int]:
     }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 20])
 def test_no_ngram_comes_twice(size):
     hypotheses = [

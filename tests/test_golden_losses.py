@@ -34,6 +34,7 @@ def demo_losses(workdir: str | Path) -> list[float]:
     return [line["loss"] for line in map(json.loads, log) if "loss" in line]
 
 
+@pytest.mark.run
 def test_the_first_losses_of_the_demo_are_the_golden_ones(tmp_path):
     lines = [line for line in GOLDEN.read_text().splitlines() if not line.startswith("#")]
     golden = [(int(step), float(loss)) for step, loss in map(str.split, lines)]

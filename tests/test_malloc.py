@@ -21,6 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 PAGES = 64 * 2**20 // 4096
 
 
+@pytest.mark.run
 @pytest.mark.skipif(sys.platform != "linux", reason="a matter of glibc")
 def test_the_work_space_of_a_step_serves_the_next_one():
     faults = int(subprocess.check_output([sys.executable, "-c", COUNT_FAULTS]))

@@ -8,7 +8,6 @@ import jaxtyping
 import pytest
 from babel import Locale
 
-from benchmarks.exact_match import exact_match_by_category
 from flaxformer_min.data.cldr import CATEGORIES, Dice
 from flaxformer_min.data.phrases import SPLITS, Phrase, phrase, split_of
 from flaxformer_min.errors import UserError
@@ -187,13 +186,3 @@ def test_german_accounts_are_translated_as_plain_amounts() -> None:
     """German has one text for "-$1.50" and for the accounting style's "($1.50)"."""
     assert not any(p.target.startswith("(") for p in draw("train", 2_000, "de", "en"))
     assert any(p.source.startswith("(") for p in draw("train", 2_000, "en", "de"))
-
-
-def test_exact_match_is_counted_by_category() -> None:
-    phrases = [
-        Phrase("in 2 weeks", "in 2 Wochen", "relative time"),
-        Phrase("May", "Mai", "list"),
-        Phrase("March", "M\xe4rz", "list"),
-    ]
-    hypotheses = ["in 2 Wochen", "Mai", "Marz"]
-    assert exact_match_by_category(hypotheses, phrases) == {"relative time": 1.0, "list": 0.5}

@@ -7,7 +7,6 @@ import json
 import jax
 import numpy as np
 import pytest
-import tiny_config
 
 from flaxformer_min.cli import main
 from flaxformer_min.config import ModelConfig
@@ -17,6 +16,7 @@ from flaxformer_min.planning import plan
 from flaxformer_min.planning.chips import CHIPS
 from flaxformer_min.planning.report import to_json, to_text
 from flaxformer_min.training.sharding import make_mesh
+from tools import tiny_config
 
 # FLOPs
 
@@ -89,6 +89,7 @@ def planned():
     return plan.make_plan(config, "cpu:8")
 
 
+@pytest.mark.run
 def test_a_plan_knows_the_bytes_of_a_device(planned):
     assert planned.mesh == {"data": 4, "fsdp": 2, "tensor": 1} and planned.devices == 8
     assert [tuple(shape.bucket) for shape in planned.shapes] == [(16, 16, 16)]
@@ -120,6 +121,7 @@ def test_time_follows_from_cycles_and_from_the_bytes_exchanged(planned):
     assert "3,600 steps: 1.8 hours, 14 chip-hours" in to_text(timed)
 
 
+@pytest.mark.run
 def test_a_program_that_does_not_fit_says_so_and_what_would_fit(planned, monkeypatch):
     compile_step = plan.compile_step
 

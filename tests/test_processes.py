@@ -7,9 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny_config
-from processes import Accident, free_port, launch, metrics, worst_difference
-from tiny_config import changed
 
 from flaxformer_min import cli
 from flaxformer_min.checkpoints.format import read_meta
@@ -23,6 +20,10 @@ from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop as training
 from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh, place_rows, rows_here
+from flaxformer_min.training.workdir import claim
+from tools import tiny_config
+from tools.processes import Accident, free_port, launch, metrics, worst_difference
+from tools.tiny_config import changed
 
 FLAGS = "--data.vocab_size 285 --train.steps 30 --train.evaluate_every 20 --train.checkpoint_every"
 FLAGS = [*FLAGS.split(), "20", "--decode.bleu_tokenize", "char"]  # of words none is right so soon
@@ -42,6 +43,7 @@ def as_flags_say(uneven: Path) -> Config:
     return changed(config, "train", steps=30, evaluate_every=20, checkpoint_every=20)
 
 
+@pytest.mark.run
 def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_path):
     accident = Accident(process=1, call=24, number=signal.SIGTERM)
     ended = launch(uneven, tmp_path / "two", 2, *FLAGS, accidents=[accident])
@@ -59,6 +61,7 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_pa
     assert evaluated["bleu"]["score"] > 0
 
 
+@pytest.mark.run
 def test_a_killed_process_ends_the_other_which_names_it(uneven, tmp_path):
     accident = Accident(process=1, call=3, number=signal.SIGKILL)
     ended = launch(uneven, tmp_path, 2, *FLAGS, accidents=[accident], silence=10)
@@ -66,6 +69,7 @@ def test_a_killed_process_ends_the_other_which_names_it(uneven, tmp_path):
     assert "error: process 1 has died or hangs" in ended[0].errors
 
 
+@pytest.mark.run
 def test_a_mistake_ends_both_with_one_line_of_the_first(tmp_path):
     tiny_config.write_corpus(tmp_path, train=3, validation=2)
     (tmp_path / "train.de").unlink()
@@ -159,10 +163,11 @@ def test_one_process_waits_for_nobody():
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_the_rows_of_all_processes_make_the_batch(tiny, finished, mesh):
+def test_the_rows_of_all_processes_make_the_batch(tiny, tmp_path, mesh):
     made = make_mesh(changed(tiny, "mesh", **mesh).mesh)
     np.testing.assert_array_equal(rows_here(made, 16), np.arange(16))
-    data = prepare_data(tiny, finished)
+    claim(tmp_path, tiny)
+    data = prepare_data(tiny, tmp_path)
     for step in range(data.plan.batches_per_epoch):  # one of them is not full
         place = data.plan, data.train, 0, step
         whole = assemble(*place)

@@ -58,6 +58,7 @@ def draw(keys, probabilities=ROW, length=3, rows=None, **options):
     return jax.device_get(sample(step_fn, {}, keys, limits, search, lambda keys: keys, draw_from))
 
 
+@pytest.mark.run
 def test_tokens_come_as_often_as_they_are_likely_and_scores_are_the_model_s():
     keys = jax.random.split(jax.random.key(3), 4001)
     for options, expected in (
@@ -81,6 +82,7 @@ def test_draws_are_made_in_float64_where_jax_is():
     assert found.tokens.dtype == np.int32
 
 
+@pytest.mark.run
 def test_a_draw_depends_on_its_own_key_alone_and_changes_from_step_to_step():
     keys = jax.random.split(jax.random.key(5), 11)
     together = draw(keys, length=9)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
+from trees import assert_close_for_its_size, assert_same_bits
 
 from flaxformer_min.config import MeshConfig, ModelConfig, OptimizerConfig
 from flaxformer_min.data.batch import Batch
@@ -63,15 +64,6 @@ def mean_loss_and_tokens(params, batch):
     return loss / tokens, tokens
 
 
-def assert_close(left, right, tolerance):
-    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * (1e-3 + np.abs(one).max()))
-
-
-def assert_same_bits(left, right):
-    jax.tree.map(np.testing.assert_array_equal, left, right)
-
-
 def test_the_decoder_reads_bos_and_then_every_token_but_the_last():
     target = jnp.array([[5, 7, EOS], [11, EOS, PAD]])
     assert shift_right(target, BOS).tolist() == [[BOS, 5, 7], [BOS, 11, EOS]]
@@ -89,7 +81,7 @@ def test_filler_rows_and_more_padding_do_not_change_loss_or_gradient():
     params, short = fresh_state().params, ragged_batch((3, 5))
     longer = Batch(*(np.pad(side, ((0, 5), (0, 2))) for side in short))
     gradient = jax.jit(jax.value_and_grad(mean_loss_and_tokens, has_aux=True))
-    assert_close(gradient(params, short), gradient(params, longer), 1e-5)
+    assert_close_for_its_size(gradient(params, short), gradient(params, longer), 1e-5)
 
 
 # Token-true averages
@@ -253,8 +245,8 @@ def test_a_mesh_of_devices_takes_the_same_step_as_one_device(sizes):
     spread = jax.device_put(state, shardings(mesh, state))
     rows = jax.device_put(batch, NamedSharding(mesh, ROWS))
     got, metrics = make_step()(spread, rows, KEY)
-    assert_close(metrics.loss, expected_metrics.loss, 1e-6)
-    assert_close(got.opt_state[0].mu, expected.opt_state[0].mu, 1e-5)
+    assert_close_for_its_size(metrics.loss, expected_metrics.loss, 1e-6)
+    assert_close_for_its_size(got.opt_state[0].mu, expected.opt_state[0].mu, 1e-5)
     up = got.params["encoder"][0]["feed_forward"]["up"]
     assert up.addressable_shards[0].data.size == up.size // (sizes[1] * sizes[2])
 

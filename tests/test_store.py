@@ -17,13 +17,13 @@ from tiny_checkpoints import (
     OTHER_TOKENIZER,
     TOKENIZER,
     abstract,
-    assert_same_bits,
     flip_a_bit,
     make_state,
     names,
     opened,
     saved,
 )
+from trees import assert_same_bits
 
 from flaxformer_min.checkpoints.average import average
 from flaxformer_min.checkpoints.load import load_for_inference

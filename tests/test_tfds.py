@@ -17,7 +17,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-import tiny_config
 from tensorboardX.record_writer import RecordWriter
 from tensorflow_datasets.core.download import downloader
 from tensorflow_datasets.core.download.download_manager import DownloadManager
@@ -29,6 +28,7 @@ from flaxformer_min.data.pairs import PairSource
 from flaxformer_min.data.sources import open_sources, read_pairs
 from flaxformer_min.data.tfds import read_tfrecord
 from flaxformer_min.errors import UserError
+from tools import tiny_config
 
 WMT14 = "tfds:wmt14_translate/de-en"
 TRAIN, TEST = 200, 7  # pairs, those of the tiny corpus
@@ -102,6 +102,7 @@ def config_of(folder: Path | str, **values) -> DataConfig:
 # The real builder
 
 
+@pytest.mark.run
 def test_wmt14_trains_evaluates_and_is_scored_without_tensorflow(wmt14, tmp_path, capsys):
     folder, _ = wmt14
     flags = f"--data.source {WMT14} --data.dir {folder} --data.train train --data.validation"

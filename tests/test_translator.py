@@ -151,6 +151,7 @@ def test_blank_lines_do_not_reach_the_model(translator, monkeypatch):
     assert translator.translate([]) == []
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "options",
     [Options(beam_size=1), Options(beam_size=3), Options(sample=True, n_best=2, seed=5, top_p=0.9)],
@@ -280,6 +281,7 @@ def test_bfloat16_scores_stay_near_those_of_float32(translator):
     assert rough.score(pairs) != exact
 
 
+@pytest.mark.run
 def test_one_device_gives_the_bits_of_eight(translator):
     lines = HOSTILE + sentences(70, seed=1)
     pairs = list(zip(sentences(9, seed=3), sentences(9, seed=4), strict=True))
@@ -290,6 +292,7 @@ def test_one_device_gives_the_bits_of_eight(translator):
     assert alone.score(pairs) == scores
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "options",
     [
@@ -374,6 +377,7 @@ def test_lengths_have_the_limits_asked_for(translator, endless):
         assert len(each.tokens) == min(len(translator.tokenizer.encode(line)) + 1, MAX_LENGTH)
 
 
+@pytest.mark.run
 def test_no_ngram_is_repeated_if_so_asked(endless):
     lines = sentences(12, seed=16)
 
@@ -389,6 +393,7 @@ def test_no_ngram_is_repeated_if_so_asked(endless):
     assert most(Options(sample=True, no_repeat_ngram_size=2)) == 1
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("options", [Options(), Options(sample=True)], ids=["beam", "sample"])
 def test_a_translation_begins_with_its_prefix_and_its_score_counts_it(translator, forced, options):
     tokenizer = translator.tokenizer
@@ -420,6 +425,7 @@ def test_the_unknown_piece_comes_only_if_allowed(endless):
         assert (unk in after.tokens) == comes
 
 
+@pytest.mark.run
 def test_an_ensemble_takes_the_mean_of_probabilities(translator, endless, forced):
     tokenizer = translator.tokenizer
     smaller = dataclasses.replace(CONFIG.model, d_ff=5, max_length=19)
@@ -479,6 +485,7 @@ def test_scores_are_the_training_loss_without_smoothing(translator):
     np.testing.assert_allclose(-sum(sum(each.log_probs) for each in scored), loss, rtol=1e-5)
 
 
+@pytest.mark.run
 def test_attention_comes_with_each_hypothesis_if_asked_for(translator):
     lines = ["see a cat", "", "one two three grey dogs see a cat"]
     options = Options(n_best=2, attention=True)

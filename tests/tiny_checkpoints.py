@@ -67,13 +67,6 @@ def abstract(state: State, devices: int) -> State:
     return jax.tree.map(leaf, state)
 
 
-def assert_same_bits(left: Any, right: Any) -> None:
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert one.dtype == other.dtype
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
 def opened(workdir: Path, *, tokenizer: Tokenizer = TOKENIZER, **train: Any) -> Checkpoints:
     """A run's checkpoints, with other values in the section `train` of the config."""
     config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **train))

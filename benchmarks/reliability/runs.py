@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -27,9 +26,9 @@ from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config
 from flaxformer_min.system.sealed import CheckpointError, verify
+from tools import tiny_config
 
 ROOT = Path(__file__).parents[2]
-CONFIG_FILE = ROOT / "tests" / "tiny_config.py"
 PAIRS, VALIDATION_PAIRS = 1900, 40
 LONGEST_START = 1800  # seconds until a run that shows no progress is given up
 
@@ -73,8 +72,8 @@ def config_spec(folder: Path) -> str:
     corpus = folder / "corpus"
     if not corpus.exists():
         corpus.mkdir()
-        runpy.run_path(str(CONFIG_FILE))["write_corpus"](corpus, PAIRS, VALIDATION_PAIRS)
-    return f"{CONFIG_FILE}:{corpus}"
+        tiny_config.write_corpus(corpus, PAIRS, VALIDATION_PAIRS)
+    return f"{tiny_config.__file__}:{corpus}"
 
 
 def config_of(folder: Path, size: Size, *flags: str) -> Config:

@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks.reliability.runs import tree_hash
 from benchmarks.reliability.tally import Tally
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXPERIMENTS = 9
 
 
+@pytest.mark.run
 def test_a_few_trials_of_every_experiment_pass():
     own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     command = [sys.executable, "-m", "benchmarks.reliability", "--short"]
