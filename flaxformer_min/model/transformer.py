@@ -126,10 +126,7 @@ class Transformer(nnx.Module):
         return table[...][:length]
 
     def embed(
-        self,
-        table: nnx.Param,
-        ids: Int[Array, "B T"],
-        positions: Float[Array, "#B #T D"],
+        self, table: nnx.Param, ids: Int[Array, "B T"], positions: Float[Array, "#B #T D"]
     ) -> Float[Array, "B T D"]:
         """Ids [B, T] -> embedding times sqrt(D), plus position (sections 3.4, 3.5), [B, T, D]."""
         scaled = table[...][ids] * self.config.d_model**0.5

@@ -56,12 +56,7 @@ def smoothed_cross_entropy(
 
 
 def make_loss(
-    graphdef: nnx.GraphDef,
-    *,
-    pad_id: int,
-    bos_id: int,
-    smoothing: float,
-    mesh: Mesh | None = None,
+    graphdef: nnx.GraphDef, *, pad_id: int, bos_id: int, smoothing: float, mesh: Mesh | None = None
 ) -> Loss:
     """The loss of a Transformer on the target tokens of a batch, EOS included.
 
