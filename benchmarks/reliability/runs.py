@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from flaxformer_min.checkpoints.format import named_leaves
+from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config

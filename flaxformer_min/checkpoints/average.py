@@ -8,12 +8,11 @@ import numpy as np
 from flaxformer_min.checkpoints.format import (
     Loaded,
     Meta,
-    difference,
-    named_leaves,
     read_meta,
     start_writing,
     write_description,
 )
+from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import checkpoints_of, verified_checkpoint
 from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.errors import UserError

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from flaxformer_min.checkpoints.leaves import named_leaves, nested
+from flaxformer_min.checkpoints.leaves import difference, named_leaves, nested
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_from_json, config_to_json, typed
@@ -138,18 +138,6 @@ def read_state(folder: Path, like: Any) -> Any:
     parts = _read_arrays(folder, abstract)
     leaves = {name: leaf for part in parts.values() for name, leaf in part.items()}
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in named_leaves(like)])
-
-
-def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first difference, by name, between named leaves in shape, dtype or existence; or None."""
-
-    def described(leaves: Mapping[str, Any], name: str) -> str:
-        return f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "missing"
-
-    for name in sorted(there.keys() | here.keys()):
-        if (one := described(there, name)) != (other := described(here, name)):
-            return f"{name} is {one} there and {other} here"
-    return None
 
 
 def _parts(tree: Any) -> dict[str, dict[str, Any]]:

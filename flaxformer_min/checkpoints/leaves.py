@@ -1,4 +1,4 @@
-"""The leaves of a state and their names, which are its paths."""
+"""Names for the leaves of a tree of arrays, in checkpoints and in the table of shardings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """Nested dicts from leaves by the paths that `named_leaves` gives them."""
+    """Nested dicts made of leaves by the paths that `named_leaves` gives them."""
     tree: dict[Any, Any] = {}
     for name, leaf in leaves.items():
         *parents, last = [int(key) if _is_number(key) else key for key in name.split("/")]
@@ -27,6 +27,18 @@ def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
             node = node.setdefault(key, {})
         node[last] = leaf
     return tree
+
+
+def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first difference, by name, between named leaves in shape, dtype or existence; or None."""
+
+    def described(leaves: Mapping[str, Any], name: str) -> str:
+        return f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "missing"
+
+    for name in sorted(there.keys() | here.keys()):
+        if (one := described(there, name)) != (other := described(here, name)):
+            return f"{name} is {one} there and {other} here"
+    return None
 
 
 def _component(key: Any) -> str:

@@ -2,6 +2,7 @@
 
 The files of this package, lowest first; each calls only those before it:
 
+    leaves.py     the names of a state's leaves
     progress.py   the score of an evaluation and the best one so far
     format.py     what is in one checkpoint: writes and reads its files
     retention.py  many checkpoints in a directory: finds, ranks and tidies them
@@ -27,12 +28,12 @@ import jax.numpy as jnp
 from flaxformer_min.checkpoints import retention
 from flaxformer_min.checkpoints.format import (
     Meta,
-    named_leaves,
     read_meta,
     read_state,
     start_writing,
     write_description,
 )
+from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config
 from flaxformer_min.data.tokenizer import Tokenizer

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from flaxformer_min.checkpoints.format import difference
-from flaxformer_min.checkpoints.leaves import named_leaves
+from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
