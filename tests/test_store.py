@@ -97,10 +97,9 @@ def test_buffers_donated_right_after_save_do_not_change_what_is_saved(tmp_path):
         assert (load_for_inference(tmp_path, step).params["wide"] == step).all()
 
 
-@pytest.mark.parametrize("name", ["2", "a/b"])
-def test_a_name_that_could_not_be_read_back_is_not_saved(tmp_path, name):
-    """In the path of a weight digits are the number of a layer, and a slash parts two names."""
-    params = {"encoder": {name: jnp.ones(3)}}
+def test_a_name_that_could_not_be_read_back_is_not_saved(tmp_path):
+    """In the path of a weight digits are the number of a layer."""
+    params = {"encoder": {"2": jnp.ones(3)}}
     with opened(tmp_path) as checkpoints, pytest.raises(AssertionError, match="ambiguous"):
         checkpoints.save(make_state(1)._replace(params=params), 1)
     assert not names(tmp_path)

@@ -10,8 +10,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves in jax.tree order by their paths: params/encoder/0/..., opt_state/0/mu/...
 
     The names do not depend on the classes that hold the leaves. A component of digits is always a
-    number, such as the place of a layer in a list, and never a name, so that the path can be read
-    back.
+    number, such as the place of a layer in a list, and never a name, so that `nested` can tell them
+    apart. A dict of leaves that are named already keeps their names.
     """
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {"/".join(map(_component, path)): leaf for path, leaf in paths}
@@ -45,7 +45,7 @@ def _component(key: Any) -> str:
     """One component of a leaf's path."""
     text = jax.tree_util.keystr((key,), simple=True)
     value = getattr(key, "key", getattr(key, "idx", text))
-    assert _is_number(text) == isinstance(value, int) and "/" not in text, f"ambiguous: {key!r}"
+    assert _is_number(text) == isinstance(value, int), f"ambiguous: {key!r}"
     return text
 
 
