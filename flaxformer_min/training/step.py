@@ -15,7 +15,7 @@ from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.training.loss import Loss, Sums, make_loss
 from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.sharding import abstract, abstract_rows
-from flaxformer_min.training.state import Metrics, TrainState, state_shapes
+from flaxformer_min.training.state import Metrics, TrainState, initial_state
 
 TrainStep = Callable[[TrainState, Any, Key[Array, ""]], tuple[TrainState, Metrics]]
 
@@ -93,9 +93,10 @@ class StepProgram:
 
     def __init__(self, config: Config, mesh: Mesh, *, pad_id: int, bos_id: int):
         self._mesh, model, vocab_size = mesh, config.model, config.data.vocab_size
-        self.graphdef, _ = split_model(model, vocab_size)
+        self.graphdef, params = split_model(model, vocab_size)
         self.optimizer = make_optimizer(config.optimizer, model.d_model)
-        self.shapes = abstract(mesh, state_shapes(model, vocab_size, self.optimizer))
+        state = jax.eval_shape(lambda params: initial_state(params, self.optimizer), params)
+        self.shapes = abstract(mesh, state)
         ids, smoothing = {"pad_id": pad_id, "bos_id": bos_id}, config.train.label_smoothing
         loss = make_loss(self.graphdef, **ids, smoothing=smoothing, mesh=mesh)
         train_step = make_train_step(loss, self.optimizer, config.optimizer.accumulation)
