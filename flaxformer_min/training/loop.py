@@ -18,7 +18,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
-from flaxformer_min.data.batching import batch_iterator
+from flaxformer_min.data.batching import Data, batch_iterator
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters
@@ -28,7 +28,7 @@ from flaxformer_min.training import sharding
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.log import MetricsLog, QuietLog
 from flaxformer_min.training.optimizer import make_schedule
-from flaxformer_min.training.prepared_data import Data, prepare_data
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.state import Metrics, TrainState, init_state
 from flaxformer_min.training.step import StepProgram
@@ -113,9 +113,8 @@ class Trainer:
         self._train_step = compiled_together(self.program.jitted)
         self._root_key = jax.random.key(config.train.seed)
         self._translator = Translator(config, tokenizer, params={})  # every evaluation sets them
-        self.validation = Validation(
-            config, tokenizer, data.validation, self.program.graphdef, mesh, self._translate
-        )
+        graphdef = self.program.graphdef
+        self.validation = Validation(config, data, graphdef, mesh, self._translate)
 
     def compile_ahead(self, step: int) -> Future[jax.stages.Compiled]:
         """Begins to compile, in a thread, the training step for the batch after `step` steps."""
