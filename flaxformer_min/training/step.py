@@ -17,12 +17,10 @@ from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.sharding import abstract, abstract_rows
 from flaxformer_min.training.state import Metrics, TrainState, initial_state
 
-TrainStep = Callable[[TrainState, Any, Key[Array, ""]], tuple[TrainState, Metrics]]
-
 
 def make_train_step(
     loss: Loss, optimizer: optax.GradientTransformation, accumulation: int = 1
-) -> TrainStep:
+) -> Callable[[TrainState, Any, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """The function (state, batch, root_key) -> (state, metrics), to be jitted by the caller.
 
     `loss(params, batch, key)` gives (sum of losses, number of target tokens); a batch is any tree
