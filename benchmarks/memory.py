@@ -19,7 +19,7 @@ from flaxformer_min.data.batch import Batch
 from flaxformer_min.model.build import split_model
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer
-from flaxformer_min.training.state import state_shapes
+from flaxformer_min.training.state import init_state
 from flaxformer_min.training.step import make_train_step
 
 ROWS = (32, 128, 512, 1_024)
@@ -31,7 +31,7 @@ def work_space(rows: int, length: int, *, remat: bool = False, scan_layers: bool
     optimizer = make_optimizer(OptimizerConfig(), model.d_model)
     graphdef, _ = split_model(model, SMALL.vocab_size)
     step = make_train_step(make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1), optimizer)
-    state = state_shapes(model, SMALL.vocab_size, optimizer)
+    state = jax.eval_shape(lambda: init_state(model, SMALL.vocab_size, optimizer, 1))
     side = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     lowered = jax.jit(step, donate_argnums=0).lower(state, Batch(side, side), jax.random.key(1))
     return lowered.compile().memory_analysis().temp_size_in_bytes / 2**20

@@ -290,11 +290,7 @@ class _TrainHelp(argparse.Action):
     """Prints the flags of train and, if --config came before, every field of that config."""
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
     ) -> None:
         parser.print_help()
         if namespace.config is not None:

@@ -29,6 +29,7 @@ from flaxformer_min.data.batching import assemble
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.training import loop as training
+from flaxformer_min.training import step as training_step
 from flaxformer_min.training import validation
 from flaxformer_min.training.loop import Trainer
 from flaxformer_min.training.loss import make_loss
@@ -215,7 +216,7 @@ def test_what_keeps_a_program_from_being_compiled_ahead_ends_the_run(tiny, tmp_p
     def failing(*_):
         raise MemoryError("no room for the program")
 
-    monkeypatch.setattr(training, "make_loss", lambda *_, **__: failing)
+    monkeypatch.setattr(training_step, "make_loss", lambda *_, **__: failing)
     with pytest.raises(MemoryError, match="no room for the program"):
         training.run(tiny, tmp_path)
     assert not losses(tmp_path)
@@ -277,7 +278,7 @@ def test_ten_steps_that_are_not_finite_end_the_run_without_a_checkpoint(
 
         return broken_loss
 
-    monkeypatch.setattr(training, "make_loss", make_broken_loss)
+    monkeypatch.setattr(training_step, "make_loss", make_broken_loss)
     config = changed(tiny, "data", num_buckets=1)
     config = changed(config, "train", evaluate_every=10, checkpoint_every=10)
     with pytest.raises(

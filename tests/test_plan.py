@@ -11,11 +11,13 @@ import pytest
 from flaxformer_min.cli import main
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.data.batch import Bucket
+from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID
 from flaxformer_min.errors import UserError
 from flaxformer_min.planning import plan
 from flaxformer_min.planning.chips import CHIPS
 from flaxformer_min.planning.report import to_json, to_text
 from flaxformer_min.training.sharding import make_mesh
+from flaxformer_min.training.step import StepProgram
 from tools import tiny_config
 
 # FLOPs
@@ -30,8 +32,8 @@ def test_the_formula_agrees_with_xlas_count():
     config = tiny_config.changed(config, "optimizer", accumulation=1)
     bucket = Bucket(8, 7, 11)  # 88 target positions: the loss is one chunk
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    state = plan._abstract_state(config, mesh)
-    counted = plan.compile_step(config, mesh, bucket, state).cost_analysis()["flops"]
+    program = StepProgram(config, mesh, pad_id=PAD_ID, bos_id=BOS_ID)
+    counted = program.compile(bucket).cost_analysis()["flops"]
     assert plan.step_flops(model, 600, bucket) == pytest.approx(counted, rel=0.15)
 
 
@@ -123,16 +125,19 @@ def test_time_follows_from_cycles_and_from_the_bytes_exchanged(planned):
 
 @pytest.mark.run
 def test_a_program_that_does_not_fit_says_so_and_what_would_fit(planned, monkeypatch):
-    compile_step = plan.compile_step
+    class OnlyWithRemat(StepProgram):
+        def __init__(self, config, mesh, **ids):
+            super().__init__(config, mesh, **ids)
+            self.remat = config.model.remat
 
-    def only_with_remat(config, mesh, *rest):
-        if not config.model.remat:
-            raise jax.errors.JaxRuntimeError(
-                "RESOURCE_EXHAUSTED: Ran out of memory. Used 17.5G of 15.75G hbm. Exceeded"
-            )
-        return compile_step(config, mesh, *rest)
+        def compile(self, bucket):
+            if not self.remat:
+                raise jax.errors.JaxRuntimeError(
+                    "RESOURCE_EXHAUSTED: Ran out of memory. Used 17.5G of 15.75G hbm. Exceeded"
+                )
+            return super().compile(bucket)
 
-    monkeypatch.setattr(plan, "compile_step", only_with_remat)
+    monkeypatch.setattr(plan, "StepProgram", OnlyWithRemat)
     found = plan.make_plan(tiny_config.get_config("."), "cpu:8")
     assert found.shapes[0].refusal == "Used 17.5G of 15.75G hbm"
     assert found.advice == "with --model.remat True it would fit"

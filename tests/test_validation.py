@@ -33,7 +33,7 @@ def validation_with(translate, tiny, data):
     params = init_state(tiny.model, data.tokenizer.vocab_size, optimizer, seed=3).params
     graphdef, _ = split_model(tiny.model, data.tokenizer.vocab_size)
     mesh = make_mesh(tiny.mesh)
-    return Validation(tiny, data.tokenizer, data.validation, graphdef, mesh, translate), params
+    return Validation(tiny, data, graphdef, mesh, translate), params
 
 
 def test_translations_in_any_order_go_to_their_lines_and_what_is_left_out_is_blank(

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.reliability.inside import one_step, prepared
 from benchmarks.reliability.runs import Size, tree_hash
 from benchmarks.reliability.tally import Tally
-from flaxformer_min.training import loop
+from flaxformer_min.training import step
 from flaxformer_min.training.loop import Trainer
 from flaxformer_min.training.loss import Loss, make_loss
 from flaxformer_min.training.state import TrainState
@@ -26,7 +26,7 @@ def nonfinite(folder: Path, short: bool, seed: int) -> Tally:
     """Poisons one row of one batch, at random steps, and compares the state before and after."""
     tally, draw = Tally("nonfinite"), random.Random(seed)
     for accumulation in (2,) if short else (1, 4):
-        with mock.patch.object(loop, "make_loss", _make_poisoned_loss):
+        with mock.patch.object(step, "make_loss", _make_poisoned_loss):
             size = Size(1000, 1000, 1000, accumulation, 1 if short else 2)
             trainer = prepared(folder / f"poisoned-{accumulation}", folder, size)
             state = trainer.fresh_state()

@@ -7,12 +7,14 @@ is the step number, and a checkpoint needs to save nothing else about it.
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.batch import Batch, Bucket
 from flaxformer_min.data.corpus import EncodedCorpus
+from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.threads import map_ahead
 
@@ -153,6 +155,15 @@ def assemble(
     for side, array in enumerate(batch):
         corpus.copy_rows(ids, side, to=array)
     return batch
+
+
+class Data(NamedTuple):
+    """The tokenizer and corpora of a run, and the plan of its batches."""
+
+    tokenizer: Tokenizer
+    train: EncodedCorpus
+    validation: EncodedCorpus
+    plan: BatchPlan
 
 
 def batch_iterator(

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from flaxformer_min.config import Config, DataConfig, ModelConfig
-from flaxformer_min.data.batch import Batch, Bucket
+from flaxformer_min.data.batch import Bucket
 from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID
 from flaxformer_min.errors import UserError, first_line
@@ -28,11 +28,9 @@ from flaxformer_min.model.build import count_parameters, split_model
 from flaxformer_min.planning import hlo
 from flaxformer_min.planning.chips import Chip, topology_devices
 from flaxformer_min.planning.report import MEMORY_KINDS, Plan, ShapePlan
-from flaxformer_min.training.loss import make_loss
-from flaxformer_min.training.optimizer import make_optimizer
-from flaxformer_min.training.sharding import abstract, abstract_rows, check_mesh, make_mesh
-from flaxformer_min.training.state import TrainState, state_shapes
-from flaxformer_min.training.step import make_train_step
+from flaxformer_min.training.sharding import check_mesh, make_mesh
+from flaxformer_min.training.state import TrainState
+from flaxformer_min.training.step import StepProgram
 
 # How often the bytes of a collective cross the links: once, unless it is in this table. An
 # all-reduce on a ring of chips is a reduce-scatter and then an all-gather.
@@ -114,9 +112,10 @@ def plan_shape(config: Config, mesh: Mesh, chip: Chip, bucket: Bucket, share: fl
     """
     shape = ShapePlan(bucket, share, step_flops(config.model, config.data.vocab_size, bucket))
     print(f"compiling {shape.name} ...", file=sys.stderr)
-    state = _abstract_state(config, mesh)
+    # A tokenizer that was not trained here may have other ids, at the same cost.
+    program = StepProgram(config, mesh, pad_id=PAD_ID, bos_id=BOS_ID)
     try:
-        compiled = compile_step(config, mesh, bucket, state)
+        compiled = program.compile(bucket)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -125,38 +124,15 @@ def plan_shape(config: Config, mesh: Mesh, chip: Chip, bucket: Bucket, share: fl
         return dataclasses.replace(shape, refusal=refusal)
     text = compiled.as_text()
     assert text is not None, "XLA has a text for every program it compiles"
-    program = hlo.read(text)
-    sent = sum(x.trips * x.bytes * PASSES.get(x.kind, 1) for x in program.collectives)
+    run = hlo.read(text)
+    sent = sum(x.trips * x.bytes * PASSES.get(x.kind, 1) for x in run.collectives)
     return dataclasses.replace(
         shape,
-        memory=_memory(compiled, state),
-        collectives=tuple(program.collectives),
-        compute_seconds=program.cycles / chip.clock if chip.clock else None,
+        memory=_memory(compiled, program.shapes),
+        collectives=tuple(run.collectives),
+        compute_seconds=run.cycles / chip.clock if chip.clock else None,
         collective_seconds=sent / chip.interconnect if chip.interconnect else None,
     )
-
-
-def _abstract_state(config: Config, mesh: Mesh) -> TrainState:
-    optimizer = make_optimizer(config.optimizer, config.model.d_model)
-    return abstract(mesh, state_shapes(config.model, config.data.vocab_size, optimizer))
-
-
-def compile_step(
-    config: Config, mesh: Mesh, bucket: Bucket, state: TrainState
-) -> jax.stages.Compiled:
-    """The train step as a run on `mesh` would compile it for batches of the shape `bucket`."""
-    loss = make_loss(
-        split_model(config.model, config.data.vocab_size)[0],
-        pad_id=PAD_ID,  # a tokenizer that was not trained here may have other ids at the same cost
-        bos_id=BOS_ID,
-        smoothing=config.train.label_smoothing,
-        mesh=mesh,
-    )
-    optimizer = make_optimizer(config.optimizer, config.model.d_model)
-    train_step = make_train_step(loss, optimizer, config.optimizer.accumulation)
-    sides: Any = abstract_rows(mesh, *bucket)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.jit(train_step, donate_argnums=0).lower(state, Batch(*sides), key).compile()
 
 
 def _memory(compiled: jax.stages.Compiled, state: TrainState) -> dict[str, int]:

@@ -12,17 +12,6 @@ from flaxformer_min.planning.chips import GIB, Chip
 from flaxformer_min.planning.hlo import Collective
 
 MEMORY_KINDS = ("parameters", "optimizer", "other arguments", "results", "temporaries", "code")
-COLUMNS = (
-    "rows x S x T",
-    "share",
-    *MEMORY_KINDS,
-    "GiB a device",
-    "TFLOP",
-    "ms",
-    "of it exchange",
-    "utilisation",
-    "target tokens/s",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +101,7 @@ def to_text(plan: Plan) -> str:
         f"{plan.topology}: {plan.devices} devices, mesh {mesh}; {plan.parameters:,} parameters; "
         f"compiled by {used}",
         "",
-        *_markdown([COLUMNS, *(_cells(plan, shape) for shape in plan.shapes)]),
+        *_markdown([_row(plan, shape) for shape in plan.shapes]),
         "",
         *(_exchanges(shape) for shape in plan.shapes if not shape.refusal),
         "",
@@ -128,20 +117,20 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _cells(plan: Plan, shape: ShapePlan) -> list[str]:
-    """One row of the table, in the order of COLUMNS."""
+def _row(plan: Plan, shape: ShapePlan) -> dict[str, str]:
+    """One row of the table: the head of each column and the cell below it."""
     memory = shape.memory or {}
-    return [
-        shape.name,
-        f"{shape.share:.0%}",
-        *(_cell(memory.get(kind), ".2f", GIB) for kind in MEMORY_KINDS),
-        _cell(sum(memory.values()) or None, ".2f", GIB),
-        _cell(shape.flops, ".2f", 1e12),
-        _cell(shape.seconds, ".1f", 1e-3),
-        _cell(shape.collective_seconds, ".1f", 1e-3),
-        _cell(plan.utilisation(shape), ".0%"),
-        _cell(shape.tokens_per_second, ",.0f"),
-    ]
+    return {
+        "rows x S x T": shape.name,
+        "share": f"{shape.share:.0%}",
+        **{kind: _cell(memory.get(kind), ".2f", GIB) for kind in MEMORY_KINDS},
+        "GiB a device": _cell(sum(memory.values()) or None, ".2f", GIB),
+        "TFLOP": _cell(shape.flops, ".2f", 1e12),
+        "ms": _cell(shape.seconds, ".1f", 1e-3),
+        "of it exchange": _cell(shape.collective_seconds, ".1f", 1e-3),
+        "utilisation": _cell(plan.utilisation(shape), ".0%"),
+        "target tokens/s": _cell(shape.tokens_per_second, ",.0f"),
+    }
 
 
 def _cell(value: int | float | None, form: str, unit: int | float = 1) -> str:
@@ -170,11 +159,12 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield f"{plan.steps:,} steps: {hours:,.1f} hours, {hours * plan.devices:,.0f} chip-hours"
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table with aligned columns; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _markdown(rows: Sequence[dict[str, str]]) -> list[str]:
+    """A Markdown table with aligned columns; the keys of the rows are its head."""
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
-        "| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
+        "| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in cells
     ]
     return [lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,21 +17,20 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
-from flaxformer_min.data.batching import batch_iterator
+from flaxformer_min.data.batching import Data, batch_iterator
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
-from flaxformer_min.model.build import Params, count_parameters, split_model
+from flaxformer_min.model.build import Params, count_parameters
 from flaxformer_min.system.processes import compiled_together, is_first
 from flaxformer_min.system.signals import AgreedStop, StopRequest
 from flaxformer_min.training import sharding
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.log import MetricsLog, QuietLog
-from flaxformer_min.training.loss import make_loss
-from flaxformer_min.training.optimizer import make_optimizer, make_schedule
-from flaxformer_min.training.prepared_data import Data, prepare_data
+from flaxformer_min.training.optimizer import make_schedule
+from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.profiler import Profiler
-from flaxformer_min.training.state import Metrics, TrainState, init_state, state_shapes
-from flaxformer_min.training.step import make_train_step
+from flaxformer_min.training.state import Metrics, TrainState, init_state
+from flaxformer_min.training.step import StepProgram
 from flaxformer_min.training.validation import GivenUp, Validation
 from flaxformer_min.training.workdir import cache_programs, hold, write_config
 
@@ -73,7 +72,7 @@ def _train(
     profile_steps: int,
 ) -> Cursor:
     """Trains from a cursor until the run is over or stopped, and returns the cursor there."""
-    checkpoints.require_space(trainer.shapes)
+    checkpoints.require_space(trainer.program.shapes)
     compiling = trainer.compile_ahead(start.step)  # in a thread, until compiling.result()
     state = trainer.saved_state(checkpoints, start.step) if start.step else trainer.fresh_state()
     if is_first():
@@ -109,32 +108,18 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, data: Data):
         self.config, self.mesh, self.data = config, mesh, data
         tokenizer = data.tokenizer
-        self.optimizer = make_optimizer(config.optimizer, config.model.d_model)
-        self.shapes = state_shapes(config.model, tokenizer.vocab_size, self.optimizer)
-        graphdef, _ = split_model(config.model, tokenizer.vocab_size)
-        loss = make_loss(
-            graphdef,
-            pad_id=tokenizer.pad_id,
-            bos_id=tokenizer.bos_id,
-            smoothing=config.train.label_smoothing,
-            mesh=mesh,
-        )
-        train_step = make_train_step(loss, self.optimizer, config.optimizer.accumulation)
-        self._program = jax.jit(train_step, donate_argnums=0)
-        self._train_step = compiled_together(self._program)
+        self.program = StepProgram(config, mesh, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
+        self._train_step = compiled_together(self.program.jitted)
         self._root_key = jax.random.key(config.train.seed)
         self._translator = Translator(config, tokenizer, params={})  # every evaluation sets them
-        self.validation = Validation(
-            config, tokenizer, data.validation, graphdef, mesh, self._translate
-        )
+        graphdef = self.program.graphdef
+        self.validation = Validation(config, data, graphdef, mesh, self._translate)
 
     def compile_ahead(self, step: int) -> Future[jax.stages.Compiled]:
         """Begins to compile, in a thread, the training step for the batch after `step` steps."""
         bucket, _ = self.data.plan.batch_ids(step)
-        sides: Any = sharding.abstract_rows(self.mesh, *self.data.plan.buckets[bucket])
-        arguments = sharding.abstract(self.mesh, self.shapes), Batch(*sides), self._root_key
         thread = ThreadPoolExecutor(1)
-        compiling = thread.submit(lambda: self._program.lower(*arguments).compile())
+        compiling = thread.submit(self.program.compile, self.data.plan.buckets[bucket])
         thread.shutdown(wait=False)
         return compiling
 
@@ -144,10 +129,10 @@ class Trainer:
         Its weights are drawn, or those of the checkpoint `train.initialize_from`.
         """
         folder, seed = self.config.train.initialize_from, self.config.train.seed
-        weights = None if folder is None else _weights_of(folder, self.shapes.params)
-        model, vocab_size = self.config.model, self.data.tokenizer.vocab_size
-        draw = functools.partial(init_state, model, vocab_size, self.optimizer, seed)
-        state = jax.jit(draw, out_shardings=sharding.shardings(self.mesh, self.shapes))()
+        weights = None if folder is None else _weights_of(folder, self.program.shapes.params)
+        model, vocab_size = self.config.model, self.config.data.vocab_size
+        draw = functools.partial(init_state, model, vocab_size, self.program.optimizer, seed)
+        state = jax.jit(draw, out_shardings=sharding.shardings(self.mesh, self.program.shapes))()
         _say(f"{count_parameters(state.params):,} parameters")
         if weights is None:
             return state
@@ -156,7 +141,7 @@ class Trainer:
     def saved_state(self, checkpoints: Checkpoints, step: int) -> TrainState:
         """The state after `step` steps, as it was saved."""
         _say(f"resuming from step {step}")
-        return checkpoints.restore(step, sharding.abstract(self.mesh, self.shapes))
+        return checkpoints.restore(step, self.program.shapes)
 
     def open_log(self, workdir: Path, cursor: Cursor) -> QuietLog:
         """The log of the run from a cursor on; only that of process 0 is written."""

@@ -10,14 +10,13 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import sentencepiece
 
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, DataConfig
-from flaxformer_min.data.batching import BatchPlan
-from flaxformer_min.data.corpus import EncodedCorpus, open_split, own_cache, prepare_split
+from flaxformer_min.data.batching import BatchPlan, Data
+from flaxformer_min.data.corpus import open_split, own_cache, prepare_split
 from flaxformer_min.data.sources import open_sources
 from flaxformer_min.data.tokenizer import Tokenizer, prepare_tokenizer
 from flaxformer_min.errors import UserError
@@ -26,15 +25,6 @@ from flaxformer_min.system.processes import broadcast
 from flaxformer_min.training.workdir import CACHE, CORPUS, TOKENIZER, resumes
 
 DIGEST_SIZE = hashlib.sha256().digest_size
-
-
-class Data(NamedTuple):
-    """The tokenizer and corpora of a run, and the plan of its batches."""
-
-    tokenizer: Tokenizer
-    train: EncodedCorpus
-    validation: EncodedCorpus
-    plan: BatchPlan
 
 
 def prepare_data(config: Config, workdir: Path) -> Data:

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.build import Params, initializer, split_model
+from flaxformer_min.model.build import Params, initializer
 
 
 class TrainState(NamedTuple):
@@ -46,11 +46,3 @@ def initial_state(params: Params, optimizer: optax.GradientTransformation) -> Tr
     """The state at step 0 of a model with these parameters."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero, zero)
-
-
-def state_shapes(
-    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """The shapes and dtypes of `init_state`'s result; nothing is computed."""
-    _, params = split_model(config, vocab_size)
-    return jax.eval_shape(lambda params: initial_state(params, optimizer), params)

@@ -1,4 +1,4 @@
-"""One training step as a pure function of (state, batch, key)."""
+"""One training step as a pure function of (state, batch, key), and as a config's program."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,18 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Key
 
-from flaxformer_min.model.build import Params
-from flaxformer_min.training.loss import Loss, Sums
-from flaxformer_min.training.state import Metrics, TrainState
-
-TrainStep = Callable[[TrainState, Any, Key[Array, ""]], tuple[TrainState, Metrics]]
+from flaxformer_min.config import Config
+from flaxformer_min.data.batch import Batch, Bucket
+from flaxformer_min.model.build import Params, split_model
+from flaxformer_min.training.loss import Loss, Sums, make_loss
+from flaxformer_min.training.optimizer import make_optimizer
+from flaxformer_min.training.sharding import abstract, abstract_rows
+from flaxformer_min.training.state import Metrics, TrainState, initial_state
 
 
 def make_train_step(
     loss: Loss, optimizer: optax.GradientTransformation, accumulation: int = 1
-) -> TrainStep:
+) -> Callable[[TrainState, Any, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """The function (state, batch, root_key) -> (state, metrics), to be jitted by the caller.
 
     `loss(params, batch, key)` gives (sum of losses, number of target tokens); a batch is any tree
@@ -77,3 +80,28 @@ def updated(
 
     # A branch leaves donated buffers where they are; choosing leaf by leaf would copy them all.
     return jax.lax.cond(finite, update, lambda *kept: kept, state.params, state.opt_state)
+
+
+class StepProgram:
+    """The training step of a config on a mesh: a run executes it, a plan only compiles it.
+
+    `jitted` is the function of `make_train_step`, which reuses the buffers of the state it is
+    given; `shapes` are those of that state, with their sharding.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, *, pad_id: int, bos_id: int):
+        self._mesh, model, vocab_size = mesh, config.model, config.data.vocab_size
+        self.graphdef, params = split_model(model, vocab_size)
+        self.optimizer = make_optimizer(config.optimizer, model.d_model)
+        state = jax.eval_shape(lambda params: initial_state(params, self.optimizer), params)
+        self.shapes = abstract(mesh, state)
+        ids, smoothing = {"pad_id": pad_id, "bos_id": bos_id}, config.train.label_smoothing
+        loss = make_loss(self.graphdef, **ids, smoothing=smoothing, mesh=mesh)
+        train_step = make_train_step(loss, self.optimizer, config.optimizer.accumulation)
+        self.jitted = jax.jit(train_step, donate_argnums=0)
+
+    def compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        """Compiles the step for batches of the shape `bucket`; nothing is allocated."""
+        sides: Any = abstract_rows(self._mesh, *bucket)
+        key = jax.eval_shape(jax.random.key, 0)
+        return self.jitted.lower(self.shapes, Batch(*sides), key).compile()

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
-from flaxformer_min.data.batching import evaluation_batches
-from flaxformer_min.data.corpus import EncodedCorpus
+from flaxformer_min.data.batching import Data, evaluation_batches
 from flaxformer_min.data.sources import read_pairs
-from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.bleu import bleu_record
 from flaxformer_min.model.build import Params
 from flaxformer_min.system.processes import broadcast, compiled_together, exchange
@@ -43,13 +41,7 @@ class Validation:
     """
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: Tokenizer,
-        corpus: EncodedCorpus,
-        graphdef: nnx.GraphDef,
-        mesh: Mesh,
-        translate: Translate,
+        self, config: Config, data: Data, graphdef: nnx.GraphDef, mesh: Mesh, translate: Translate
     ):
         """`translate(params, lines, first_line)` translates source lines with the given parameters.
 
@@ -59,11 +51,11 @@ class Validation:
         blank ones, which stay blank. An evaluation that is given up asks it for no further batch.
         """
         self._mesh, self._translate = mesh, translate
-        self._config, self._tokenizer, self._corpus = config, tokenizer, corpus
+        self._config, self._data = config, data
         pairs = list(read_pairs(config.data, config.data.validation))
         self._sources, self._references = map(list, zip(*pairs, strict=True))
 
-        ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id}
+        ids = {"pad_id": data.tokenizer.pad_id, "bos_id": data.tokenizer.bos_id}
         unsmoothed = make_loss(graphdef, **ids, smoothing=0.0)
 
         def sums(params: Params, batch: Batch) -> Sums:
@@ -88,9 +80,9 @@ class Validation:
         """The unsmoothed loss over the whole split, in nats per target token. Raises GivenUp."""
         total = tokens = 0.0
         batches = evaluation_batches(
-            self._corpus,
+            self._data.validation,
             self._config.data,
-            self._tokenizer.pad_id,
+            self._data.tokenizer.pad_id,
             row_shares(self._mesh),
             lambda rows: rows_here(self._mesh, rows),
         )
