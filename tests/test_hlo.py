@@ -4,10 +4,10 @@ import random
 
 import jax
 import pytest
-import tiny_config
 
 from flaxformer_min.planning import hlo
 from flaxformer_min.training.sharding import make_mesh
+from tools import tiny_config
 
 # As TPUs' and CPUs' programs are written: a loop in a loop, one whose bound is known and one whose
 # bound stands in its condition; collectives that start and end, and one inside a fusion.
