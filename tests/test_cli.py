@@ -69,7 +69,7 @@ def test_translate_reads_a_pipe_and_writes_a_line_for_each_of_its_lines(finished
 def test_translate_takes_a_step_and_search_options(finished, stdin, capsysbinary):
     for flags, options in (
         (["--step", "best"], {"step": "best"}),
-        (["--step", "45", "--beam-size", "1"], {"step": 45, "beam_size": 1}),
+        (["--step", "150", "--beam-size", "1"], {"step": 150, "beam_size": 1}),
         (
             ["--sample", "--temperature", "2", "--top-k", "90", "--top-p", ".99", "--seed", "3"],
             {"sample": True, "temperature": 2.0, "top_k": 90, "top_p": 0.99, "seed": 3},
@@ -117,11 +117,11 @@ def test_n_best_is_json_and_attention_a_file(finished, tmp_path, stdin, capsysbi
 def test_several_directories_are_an_ensemble_of_one_tokenizer(finished, stdin, capsysbinary):
     checkpoints = finished / "checkpoints"
     stdin(HOSTILE)
-    assert main("translate", checkpoints / "30", checkpoints / "60") == 0
-    both = Translator.load(checkpoints / "30", checkpoints / "60")
+    assert main("translate", checkpoints / "100", checkpoints / "200") == 0
+    both = Translator.load(checkpoints / "100", checkpoints / "200")
     expected = [translation.text for translation in both.translate(LINES)]
     assert capsysbinary.readouterr().out.decode().split("\n")[:-1] == expected
-    assert both.step == [30, 60]
+    assert both.step == [100, 200]
 
 
 def test_score_writes_one_number_a_line(finished, two_files, capsys):
@@ -156,7 +156,7 @@ def test_evaluate_writes_the_record_as_json(finished, corpus, two_files, capsys)
 def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, stdin, capsysbinary):
     output = tmp_path / "average"
     assert main("average", finished, "--last", "2", "--output", output) == 0
-    assert b"the average of steps 45, 60" in capsysbinary.readouterr().err
+    assert b"the average of steps 150, 200" in capsysbinary.readouterr().err
     stdin(b"now")
     assert main("translate", output) == 0
     assert capsysbinary.readouterr().out.count(b"\n") == 1
@@ -229,7 +229,7 @@ def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, 
         ("translate {empty}", "no finished checkpoint in it"),
         (
             "translate {finished} --step 25",
-            "no checkpoint of step 25; steps there: [30, 45, 60]",
+            "no checkpoint of step 25; steps there: [100, 150, 200]",
         ),
         ("translate {finished} --step new", "'new' is neither a step number nor 'best'"),
         ("translate {finished} --beam-size 0", "'0' is no whole number above 0"),
@@ -273,7 +273,7 @@ def test_invalid_utf8_on_standard_input_names_its_line(finished, stdin, capfd):
 
 
 def test_a_damaged_checkpoint_is_one_line_and_status_1(finished, tmp_path, stdin, capfd):
-    copy = shutil.copytree(finished / "checkpoints" / "60", tmp_path / "copy")
+    copy = shutil.copytree(finished / "checkpoints" / "200", tmp_path / "copy")
     (copy / "tokenizer.model").write_bytes(b"x")
     stdin(b"now")
     assert main("translate", copy) == 1

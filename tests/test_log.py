@@ -54,13 +54,13 @@ def metrics(loss: float, skipped: int = 0, in_a_row: int = 0) -> Metrics:
 def test_a_run_logs_every_step_once_and_its_evaluations(finished):
     training = [line for line in lines(finished) if "loss" in line]
     evaluations = [line for line in lines(finished) if "loss" not in line]
-    assert [line["step"] for line in training] == list(range(1, 61))
+    assert [line["step"] for line in training] == list(range(1, 201))
     for line in training:
         assert set(line) == {
             "step", "loss", "tokens", "gradient_norm", "learning_rate", "tokens_per_second",
         }  # fmt: skip
         assert all(value > 0 for value in line.values())
-    assert [line["step"] for line in evaluations] == [30, 60]
+    assert [line["step"] for line in evaluations] == [100, 200]
     for line in evaluations:
         assert line["validation_perplexity"] == pytest.approx(math.exp(line["validation_loss"]))
         assert (line["bleu"]["step"], line["bleu"]["lines"]) == (line["step"], 7)

@@ -78,12 +78,12 @@ def assert_ended_alike(workdir: Path, finished: Path):
 def test_a_run_learns_and_keeps_what_it_was_told_to_keep(finished):
     numbers = [float(loss) for _, loss in losses(finished)]
     assert numbers[0] > 5 and numbers[-1] < 0.8 * numbers[0]
-    assert steps_of(finished) == [30, 45, 60]
+    assert steps_of(finished) == [100, 150, 200]
 
 
 def test_a_run_with_more_steps_goes_on_and_ends_like_one_never_stopped(tiny, finished, tmp_path):
-    assert training.run(changed(tiny, "train", steps=30), tmp_path, profile_steps=2) == 0
-    assert losses(tmp_path) == losses(finished)[:30]
+    assert training.run(changed(tiny, "train", steps=100), tmp_path, profile_steps=2) == 0
+    assert losses(tmp_path) == losses(finished)[:100]
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert training.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
@@ -107,11 +107,11 @@ def signalled_in(owner: Any, name: str, call: int, number: int = signal.SIGTERM)
 def test_a_run_stopped_in_every_phase_ends_like_one_never_stopped(tiny, finished, tmp_path):
     phases = [
         (Trainer, "step", 1, [1]),
-        (Checkpoints, "save", 1, [15, 16]),  # the stop is noticed one step after it
-        (validation, "evaluation_batches", 1, [15, 30]),
-        (Translator, "decode", 1, [15, 30]),
-        (Trainer, "step", 7, [15, 30, 37]),
-        (Validation, "bleu", 1, [15, 30, 45, 60]),  # the last is interim: it counts for nothing
+        (Checkpoints, "save", 1, [50, 51]),  # the stop is noticed one step after it
+        (validation, "evaluation_batches", 1, [50, 100]),
+        (Translator, "decode", 1, [50, 100]),
+        (Trainer, "step", 18, [50, 100, 118]),
+        (Validation, "bleu", 1, [50, 100, 150, 200]),  # the last is interim: it counts for nothing
     ]
     for owner, name, call, steps in phases:
         with signalled_in(owner, name, call):
@@ -119,7 +119,7 @@ def test_a_run_stopped_in_every_phase_ends_like_one_never_stopped(tiny, finished
         assert steps_of(tmp_path) == steps
     assert training.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
-    assert not (tmp_path / "checkpoints" / "37").exists()
+    assert not (tmp_path / "checkpoints" / "118").exists()
 
 
 def test_a_stopped_process_leaves_no_child_and_the_same_command_goes_on(
@@ -161,7 +161,7 @@ def test_a_finished_run_run_again_does_nothing_and_says_so(tiny, finished, tmp_p
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     before = content()
     assert training.run(tiny, tmp_path) == 0
-    assert "is finished, at step 60; nothing to do" in capsys.readouterr().err
+    assert "is finished, at step 200; nothing to do" in capsys.readouterr().err
     assert content() == before
 
 
@@ -246,7 +246,7 @@ def test_a_state_restored_at_any_step_of_three_epochs_ends_with_the_same_bits(
 
 def test_patience_ends_a_run_for_good_and_survives_a_stop(tiny, tmp_path, monkeypatch, capsys):
     def evaluation(self, params, step, stop_requested):
-        loss = {15: 3.0, 30: 2.0, 45: 2.0, 60: 2.5}[step]
+        loss = {50: 3.0, 100: 2.0, 150: 2.0, 200: 2.5}[step]
         return {
             "validation_loss": loss,
             "validation_perplexity": 9.0,
@@ -255,15 +255,15 @@ def test_patience_ends_a_run_for_good_and_survives_a_stop(tiny, tmp_path, monkey
 
     monkeypatch.setattr(Validation, "__call__", evaluation)
     patient = changed(
-        tiny, "train", steps=90, evaluate_every=15, patience=2, best_metric="loss", keep_last=2
+        tiny, "train", steps=300, evaluate_every=50, patience=2, best_metric="loss", keep_last=2
     )
-    with signalled_in(Trainer, "step", 51):
+    with signalled_in(Trainer, "step", 170):
         assert training.run(patient, tmp_path) == 143
-    assert read_meta(tmp_path / "checkpoints" / "51").progress == Progress(-2.0, 30, 1)
+    assert read_meta(tmp_path / "checkpoints" / "170").progress == Progress(-2.0, 100, 1)
     assert training.run(patient, tmp_path) == 0
-    end = "is finished, at step 60: no evaluation since step 30 was better (train.patience)"
+    end = "is finished, at step 200: no evaluation since step 100 was better (train.patience)"
     assert end in capsys.readouterr().err
-    assert read_meta(tmp_path / "checkpoints" / "60").progress == Progress(-2.0, 30, 2)
+    assert read_meta(tmp_path / "checkpoints" / "200").progress == Progress(-2.0, 100, 2)
     assert training.run(patient, tmp_path) == 0
     assert f"{end}; nothing to do" in capsys.readouterr().err
 

@@ -53,8 +53,8 @@ def get_config(folder: str) -> Config:
             num_buckets=2,
             row_multiple=16,
         ),
-        optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=12, accumulation=2),
-        train=TrainConfig(steps=60, evaluate_every=30, checkpoint_every=15, keep_last=3),
+        optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=40, accumulation=2),
+        train=TrainConfig(steps=200, evaluate_every=100, checkpoint_every=50, keep_last=3),
         decode=DecodeConfig(beam_size=2, max_length_offset=5),
     )
 
