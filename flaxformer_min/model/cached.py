@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from flaxformer_min.model.dropout import MaybeKey
 from flaxformer_min.model.layers import (
     DecoderLayer,
     KeysValues,
-    MaybeKey,
     MultiHeadAttention,
     SourceMask,
 )

@@ -12,11 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.dropout import dropout, split
+from flaxformer_min.model.dropout import MaybeKey, dropout, split
 from flaxformer_min.model.layers import (
     DecoderLayer,
     EncoderLayer,
-    MaybeKey,
+    Memory,
     SourceMask,
     States,
     TargetMask,
@@ -24,6 +24,10 @@ from flaxformer_min.model.layers import (
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import sinusoidal_positions
 from flaxformer_min.model.taps import Taps
+
+Source = Int[Array, "B S"]  # token ids
+Target = Int[Array, "B T"]
+Logits = Float[Array, "B T V"]
 
 
 class Transformer(nnx.Module):
@@ -50,13 +54,8 @@ class Transformer(nnx.Module):
             self.target_positions = _table(rngs, config.max_length, config.d_model)
 
     def encode(
-        self,
-        source: Int[Array, "B S"],
-        source_mask: SourceMask,
-        *,
-        key: MaybeKey = None,
-        taps: Taps = None,
-    ) -> Float[Array, "B S D"]:
+        self, source: Source, source_mask: SourceMask, *, key: MaybeKey = None, taps: Taps = None
+    ) -> Memory:
         """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
         keys = split(key, len(self.encoder) + 1)
         x = dropout(self.embed_source(source), self.config.dropout, keys[0])
@@ -68,14 +67,14 @@ class Transformer(nnx.Module):
 
     def decode_states(
         self,
-        target_in: Int[Array, "B T"],
-        memory: Float[Array, "B S D"],
+        target_in: Target,
+        memory: Memory,
         target_mask: TargetMask,
         source_mask: SourceMask,
         *,
         key: MaybeKey = None,
         taps: Taps = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> States:
         """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
         keys = split(key, len(self.decoder) + 1)
         x = dropout(self.embed_target(target_in), self.config.dropout, keys[0])
@@ -87,18 +86,18 @@ class Transformer(nnx.Module):
 
     def decode(
         self,
-        target_in: Int[Array, "B T"],
-        memory: Float[Array, "B S D"],
+        target_in: Target,
+        memory: Memory,
         target_mask: TargetMask,
         source_mask: SourceMask,
         *,
         key: MaybeKey = None,
-    ) -> Float[Array, "B T V"]:
+    ) -> Logits:
         """Logits [B, T, V]: `decode_states`, projected to the vocabulary."""
         states = self.decode_states(target_in, memory, target_mask, source_mask, key=key)
         return self.project(states)
 
-    def project(self, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def project(self, states: States) -> Logits:
         """The pre-softmax projection: states [B, T, D] -> logits [B, T, V]."""
         return project(states, self.output_table)
 
@@ -108,12 +107,12 @@ class Transformer(nnx.Module):
         share = self.config.share_embeddings
         return (self.output_embedding if share == "none" else self.embedding)[...]
 
-    def embed_source(self, source: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    def embed_source(self, source: Source) -> Memory:
         """Source ids [B, S] -> the input [B, S, D] of the first encoder layer, before dropout."""
         table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
         return self.embed(table, source, self.positions("source", source.shape[1])[None])
 
-    def embed_target(self, target_in: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed_target(self, target_in: Target) -> States:
         """Target ids shifted right [B, T] -> the first decoder layer's input, before dropout."""
         positions = self.positions("target", target_in.shape[1])
         return self.embed(self.embedding, target_in, positions[None])
@@ -125,9 +124,7 @@ class Transformer(nnx.Module):
         table = self.source_positions if side == "source" else self.target_positions
         return table[...][:length]
 
-    def embed(
-        self, table: nnx.Param, ids: Int[Array, "B T"], positions: Float[Array, "#B #T D"]
-    ) -> Float[Array, "B T D"]:
+    def embed(self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"]) -> States:
         """Ids [B, T] -> embedding times sqrt(D), plus position (sections 3.4, 3.5), [B, T, D]."""
         scaled = table[...][ids] * self.config.d_model**0.5
         return (scaled + positions).astype(self.dtype)
