@@ -57,13 +57,8 @@ class Transformer(nnx.Module):
         self, source: Source, source_mask: SourceMask, *, key: MaybeKey = None, taps: Taps = None
     ) -> Memory:
         """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
-        keys = split(key, len(self.encoder) + 1)
-        x = dropout(self.embed_source(source), self.config.dropout, keys[0])
-
-        def run(layer: EncoderLayer, x: States, key: MaybeKey, taps: Taps) -> States:
-            return layer(x, source_mask, key, taps)
-
-        return run_layers(self.encoder, run, x, keys[1:], self.config, taps)
+        x = self.embed_source(source)
+        return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
 
     def decode_states(
         self,
@@ -76,13 +71,8 @@ class Transformer(nnx.Module):
         taps: Taps = None,
     ) -> States:
         """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
-        keys = split(key, len(self.decoder) + 1)
-        x = dropout(self.embed_target(target_in), self.config.dropout, keys[0])
-
-        def run(layer: DecoderLayer, x: States, key: MaybeKey, taps: Taps) -> States:
-            return layer(x, memory, target_mask, source_mask, key, taps)
-
-        return run_layers(self.decoder, run, x, keys[1:], self.config, taps)
+        x, context = self.embed_target(target_in), (memory, target_mask, source_mask)
+        return run_layers(self.decoder, x, context, self.config, key, taps)
 
     def decode(
         self,
@@ -138,45 +128,51 @@ class Transformer(nnx.Module):
 
 def run_layers(
     layers: Sequence[nnx.Module],
-    run: Callable[[Any, States, MaybeKey, Taps], States],
     x: States,
-    keys: Sequence[MaybeKey],
+    context: tuple[Array, ...],
     config: ModelConfig,
+    key: MaybeKey = None,
     taps: Taps = None,
 ) -> States:
-    """Takes x [B, T, D] through the layers in order, through each with `run(layer, x, key, taps)`.
+    """Dropout on x [B, T, D], then each layer in order as `layer(x, *context, key, taps)`.
 
     `config.remat` keeps only the input of each layer for the backward pass and computes the rest
     again. `config.scan_layers` compiles one layer and loops over it; outside of this function the
     layers keep weights of their own, so that checkpoints do not know of it.
     """
+    first_key, *keys = split(key, len(layers) + 1)
+    x = dropout(x, config.dropout, first_key)
     if not layers:
         return x
     structure = nnx.split(layers[0])[0]  # all layers have the same
-    weights = [nnx.split(layer)[1] for layer in layers]
+    parts = list(zip([nnx.split(layer)[1] for layer in layers], keys, strict=True))
 
     def one(x, part):
         (weights, key), seen = part, None if taps is None else {}
-        x = run(nnx.merge(structure, weights), x, key, seen)
+        x = nnx.merge(structure, weights)(x, *context, key, seen)
         return x, seen  # returned, because a compiled function can hand out nothing else
 
     if config.remat:
         # A loop's body cannot be merged with its copy in the backward pass anyway.
         one = jax.checkpoint(one, prevent_cse=not config.scan_layers)
-    parts = list(zip(weights, keys, strict=True))
     if config.scan_layers:
         x, seen = jax.lax.scan(one, x, _stacked(parts))
     else:
-        if isinstance(x, jax.core.Tracer):
-            one = jax.jit(one)  # traced once, not for every layer; eagerly each call would compile
-        each = []
-        for part in parts:
-            x, seen = one(x, part)
-            each.append(seen)
-        seen = _stacked(each)
+        x, seen = _unrolled(one, x, parts)
     if taps is not None and seen is not None:
         taps.update(seen)
     return x
+
+
+def _unrolled(one: Callable[..., Any], x: States, parts: Sequence[Any]) -> tuple[States, Any]:
+    """The result of `jax.lax.scan` without its loop: one program with all layers in it."""
+    if isinstance(x, jax.core.Tracer):
+        one = jax.jit(one)  # traced once, not for every layer; eagerly each call would compile
+    each = []
+    for part in parts:
+        x, seen = one(x, part)
+        each.append(seen)
+    return x, _stacked(each)
 
 
 def _stacked(trees: Sequence[Any]) -> Any:
