@@ -21,8 +21,18 @@ from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding import constraints
 from flaxformer_min.decoding.batches import rows_at_once
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.sampling import narrow, sample
-from flaxformer_min.decoding.search import Allowed, Hypotheses, Search, StepFn, beam_search, take
+from flaxformer_min.decoding.sampling import draw, narrow
+from flaxformer_min.decoding.search import (
+    Allowed,
+    Hypotheses,
+    Index,
+    Search,
+    StepFn,
+    Tokens,
+    beam_search,
+    greedy_search,
+    take,
+)
 from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.model.build import Params
 from flaxformer_min.model.cached import DecodingCache, decode_step, init_cache, memory_keys_values
@@ -80,16 +90,17 @@ def search_batch(
     search = _search_settings(models, tokenizer, longest, width, options)
     rows = rows_at_once(width)
     caches = [init_cache(model, rows, search.beam_size, search.length) for model in models]
+    if options.sample:
+        sentences = _repeat(sentences, options.n_best)
+    limits = _limits(sentences, options, longest, tokenizer.pad_id)
     if not options.sample:
-        limits = _limits(sentences, options, longest, tokenizer.pad_id)
         return beam_search(mean_step(models), caches, sentences, limits, search)
-    draws = _repeat(sentences, options.n_best)
-    limits = _limits(draws, options, longest, tokenizer.pad_id)
-    keys = functools.partial(_keys, options.seed)
-    draw_from = functools.partial(
-        narrow, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
-    )
-    found = sample(mean_step(models), caches, draws, limits, search, keys, draw_from)
+
+    def choose(log_probs: Float[Array, "B V"], index: Index, ready: Ready) -> Int[Array, "B 1"]:
+        likely = narrow(log_probs, options.temperature, options.top_k, options.top_p)
+        return draw(likely, _keys(options.seed, ready), index)
+
+    found = greedy_search(mean_step(models), caches, sentences, limits, search, choose)
     return _rank_draws(found, options.n_best)
 
 
@@ -157,9 +168,7 @@ def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
     wanted = () if options.forbid_unknown else (tokenizer.unk_id,)
     never = tuple(i for i in tokenizer.never_generated if i not in wanted)
 
-    def allowed(
-        tokens: Int[Array, "B M L"], index: Int[Array, " B"], ready: Ready
-    ) -> Bool[Array, "B #M V"]:
+    def allowed(tokens: Tokens, index: Index, ready: Ready) -> Bool[Array, "B #M V"]:
         mask = constraints.all_but(never, vocab_size)
         mask &= constraints.long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
         if size := options.no_repeat_ngram_size:
