@@ -56,11 +56,9 @@ def rows_at_once(width: int) -> int:
 
 def shape_ladder(longest: int) -> list[int]:
     """The widths that batches have: 16, 24, 32, 48, 64, 96 ... below `longest`, and `longest`."""
-    powers = itertools.takewhile(
-        lambda power: power < longest, (SHORTEST_SHAPE << k for k in itertools.count())
-    )
-    steps = (width for power in powers for width in (power, power + power // 2))
-    return [*(width for width in steps if width < longest), longest]
+    powers = (SHORTEST_SHAPE << k for k in itertools.count())
+    widths = (width for power in powers for width in (power, power + power // 2))
+    return [*itertools.takewhile(lambda width: width < longest, widths), longest]
 
 
 def show_progress(batches: Iterable[Planned], lines: int) -> Iterator[Planned]:
