@@ -90,8 +90,7 @@ class Options:
 
     def over(self, decode: DecodeConfig) -> DecodeConfig:
         """The config's decode section with the values that are given here instead of its own."""
-        values = {name: getattr(self, name) for name in IN_CONFIG}
-        given = {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name in IN_CONFIG if (value := getattr(self, name)) is not None}
         return dataclasses.replace(decode, **given)
 
     def with_defaults(self, decode: DecodeConfig) -> "Options":

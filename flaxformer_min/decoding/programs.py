@@ -35,13 +35,14 @@ from flaxformer_min.decoding.search import (
 )
 from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.model.build import Params
-from flaxformer_min.model.cached import DecodingCache, decode_step, init_cache, memory_keys_values
+from flaxformer_min.model.cached import decode_step, init_cache, memory_keys_values
 from flaxformer_min.model.layers import KeysValues
 from flaxformer_min.model.masks import padding_mask
 from flaxformer_min.model.teacher_forcing import forced_states
-from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.model.transformer import Source, Target, Transformer
 
 GraphDefs = tuple[nnx.GraphDef, ...]
+Pairs = tuple[Source, Target]  # token ids [B, S] and [B, T]
 
 # To a compiled function its static fields are constants, all other fields are numbers that it gets.
 jax.tree_util.register_dataclass(Options)
@@ -121,7 +122,7 @@ def _search_settings(
         rows=rows_at_once(width),
         prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
-        move=_move_caches,
+        move=lambda caches, parents: [cache.moved(parents) for cache in caches],
     )
 
 
@@ -156,10 +157,6 @@ def mean_probability(log_probs: Sequence[Float[Array, "*shape"]]) -> Float[Array
     if len(log_probs) == 1:
         return log_probs[0]
     return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
-
-
-def _move_caches(caches: list[DecodingCache], parents: Int[Array, "B M"]) -> list[DecodingCache]:
-    return [cache.moved(parents) for cache in caches]
 
 
 def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
@@ -216,10 +213,7 @@ def _rank_draws(found: Hypotheses, count: int) -> Hypotheses:
 
 
 def score_batch(
-    graphdefs: GraphDefs,
-    tokenizer: Tokenizer,
-    params: tuple[Params, ...],
-    pairs: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+    graphdefs: GraphDefs, tokenizer: Tokenizer, params: tuple[Params, ...], pairs: Pairs
 ) -> Float[Array, "B T"]:
     """Forced decoding: the log-probability of each target token given its source and past.
 

@@ -47,11 +47,6 @@ def anything(tokens: Tokens, index: Index, sentences: PyTree) -> Bool[Array, "1 
     return jnp.ones((1, 1, 1), bool)
 
 
-def unchanged(sentences: PyTree) -> PyTree:
-    """The sentences themselves: nothing is computed for them beforehand."""
-    return sentences
-
-
 def likeliest(log_probs: Float[Array, "B V"], index: Index, sentences: PyTree) -> Int[Array, "B 1"]:
     """The likeliest token."""
     return top_k(log_probs, 1)[1]
@@ -79,7 +74,8 @@ class Search:
     n_best: int = 1  # N, at most M
     length_penalty_alpha: Alpha = 0.6
     rows: int | None = None  # B, a divisor of Q; None searches all sentences at a time
-    prepare: Prepare = unchanged  # computes what the step function needs of B sentences, once
+    # Computes what the step function needs of B sentences, once; by default nothing.
+    prepare: Prepare = lambda sentences: sentences
     allowed: Allowed = anything  # which token may come next
     move: Move = take  # how the cache follows the hypotheses
 

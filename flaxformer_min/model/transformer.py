@@ -57,7 +57,8 @@ class Transformer(nnx.Module):
         self, source: Source, source_mask: SourceMask, *, key: MaybeKey = None, taps: Taps = None
     ) -> Memory:
         """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
-        x = self.embed_source(source)
+        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
+        x = self.embed(table, source, self.positions("source", source.shape[1])[None])
         return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
 
     def decode_states(
@@ -71,7 +72,10 @@ class Transformer(nnx.Module):
         taps: Taps = None,
     ) -> States:
         """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
-        x, context = self.embed_target(target_in), (memory, target_mask, source_mask)
+        x = self.embed(
+            self.embedding, target_in, self.positions("target", target_in.shape[1])[None]
+        )
+        context = (memory, target_mask, source_mask)
         return run_layers(self.decoder, x, context, self.config, key, taps)
 
     def decode(
@@ -96,16 +100,6 @@ class Transformer(nnx.Module):
         """The matrix of the pre-softmax projection, [V, D]."""
         share = self.config.share_embeddings
         return (self.output_embedding if share == "none" else self.embedding)[...]
-
-    def embed_source(self, source: Source) -> Memory:
-        """Source ids [B, S] -> the input [B, S, D] of the first encoder layer, before dropout."""
-        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
-        return self.embed(table, source, self.positions("source", source.shape[1])[None])
-
-    def embed_target(self, target_in: Target) -> States:
-        """Target ids shifted right [B, T] -> the first decoder layer's input, before dropout."""
-        positions = self.positions("target", target_in.shape[1])
-        return self.embed(self.embedding, target_in, positions[None])
 
     def positions(self, side: Literal["source", "target"], length: int) -> Float[Array, "length D"]:
         """The table of positions 0 to length - 1 that `config.positions` asks for, [length, D]."""
