@@ -50,13 +50,13 @@ def draw_translations(keys, probabilities=ROW, length=3, rows=None, **options):
     def step_fn(tokens, cache, index, keys):
         return jnp.broadcast_to(row, (*tokens.shape, len(probabilities))), cache
 
-    search = Search(bos_id=7, eos_id=0, pad_id=8, length=length, rows=rows)
     limits = jnp.full(len(keys), length)
 
     def choose(log_probs, index, keys):
         return draw(narrow(log_probs, **options), keys, index)
 
-    return jax.device_get(greedy_search(step_fn, {}, keys, limits, search, choose))
+    search = Search(bos_id=7, eos_id=0, pad_id=8, length=length, rows=rows, choose=choose)
+    return jax.device_get(greedy_search(step_fn, {}, keys, limits, search))
 
 
 @pytest.mark.run

@@ -6,7 +6,6 @@ computed.
 
 import bisect
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from tqdm import tqdm
@@ -63,8 +62,7 @@ def shape_ladder(longest: int) -> list[int]:
 
 def show_progress(batches: Iterable[Planned], lines: int) -> Iterator[Planned]:
     """The batches, with a progress bar over all `lines` if standard error is a terminal."""
-    hidden = not sys.stderr.isatty()
-    with tqdm(total=lines, unit=" lines", leave=False, disable=hidden) as bar:
+    with tqdm(total=lines, unit=" lines", leave=False, disable=None) as bar:  # None: no terminal
         for width, members in batches:
             yield width, members
             bar.update(sum(member is not None for member in members))

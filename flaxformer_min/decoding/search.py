@@ -77,6 +77,7 @@ class Search:
     # Computes what the step function needs of B sentences, once; by default nothing.
     prepare: Prepare = lambda sentences: sentences
     allowed: Allowed = anything  # which token may come next
+    choose: Choose = likeliest  # the next token where the beam is 1
     move: Move = take  # how the cache follows the hypotheses
 
 
@@ -154,24 +155,19 @@ def beam_search(
 
 
 def greedy_search(
-    step_fn: StepFn,
-    cache: PyTree,
-    sentences: PyTree,
-    max_lengths: Int[Array, " Q"],
-    search: Search,
-    choose: Choose = likeliest,
+    step_fn: StepFn, cache: PyTree, sentences: PyTree, max_lengths: Int[Array, " Q"], search: Search
 ) -> Hypotheses:
-    """The token that `choose` takes at every step, until EOS or max_lengths[q] tokens: [Q, 1, T].
+    """The token of `search.choose` at every step, until EOS or max_lengths[q] tokens: [Q, 1, T].
 
     The arguments are those of `beam_search` with M = N = 1, whatever `search` says of the two. The
-    log_probs and scores of the result are the model's own, whatever `choose` goes by.
+    log_probs and scores of the result are the model's own, whatever `search.choose` goes by.
     """
     search = dataclasses.replace(search, beam_size=1, n_best=1)
 
     def step(state: _State, cache: PyTree, ready: _Sentences) -> Stepped:
         log_probs, cache = _next(step_fn, search.allowed, state.alive, cache, ready.data)
         log_probs, lengths = log_probs[:, 0], state.alive.lengths
-        token = choose(log_probs, lengths[:, 0], ready.data)
+        token = search.choose(log_probs, lengths[:, 0], ready.data)
         longer = _Beam(
             _write(state.alive.tokens, token, lengths + 1),
             state.alive.log_probs + jnp.take_along_axis(log_probs, token, axis=1),
