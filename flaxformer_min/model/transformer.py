@@ -72,9 +72,8 @@ class Transformer(nnx.Module):
         taps: Taps = None,
     ) -> States:
         """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
-        x = self.embed(
-            self.embedding, target_in, self.positions("target", target_in.shape[1])[None]
-        )
+        positions = self.positions("target", target_in.shape[1])[None]
+        x = self.embed(self.embedding, target_in, positions)
         context = (memory, target_mask, source_mask)
         return run_layers(self.decoder, x, context, self.config, key, taps)
 
