@@ -38,6 +38,7 @@ from flaxformer_min.model import cached
 from flaxformer_min.model.build import count_parameters, split_model
 from flaxformer_min.model.cached import block_sizes, decode_step, init_cache, memory_keys_values
 from flaxformer_min.model.dropout import dropout
+from flaxformer_min.model.layers import EncoderLayer
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
 from flaxformer_min.model.transformer import Transformer, run_layers
@@ -440,14 +441,16 @@ def test_a_base_layer_has_twice_as_many_weights_in_the_network_as_in_attention()
 @pytest.mark.parametrize("knobs", [{}, {"remat": True}, {"scan_layers": True}])
 def test_layers_that_are_alike_are_traced_once(knobs):
     config = dataclasses.replace(CONFIG, num_layers=3, **knobs)
-    model, seen = build(config, random_params(config)), []
+    seen = []
 
-    def run(layer, x, key, taps):
-        seen.append(layer)
-        return layer(x, jnp.ones((1, 1, 1, SOURCE_LENGTH), bool), key)
+    class Seen(EncoderLayer):
+        def __call__(self, *arguments):
+            seen.append(self)
+            return super().__call__(*arguments)
 
-    x = jnp.ones((2, SOURCE_LENGTH, config.d_model))
-    jax.jit(lambda x: run_layers(model.encoder, run, x, [None] * 3, config))(x)
+    layers = [Seen(config, rngs=nnx.Rngs(n)) for n in range(3)]
+    x, mask = jnp.ones((2, SOURCE_LENGTH, config.d_model)), jnp.ones((1, 1, 1, SOURCE_LENGTH), bool)
+    jax.jit(lambda x: run_layers(layers, x, (mask,), config))(x)
     assert len(seen) == 1
 
 

@@ -1,14 +1,12 @@
 """Sampling: what may be drawn by truth table, how often by counting, and what a draw depends on."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.decoding.sampling import narrow, sample
-from flaxformer_min.decoding.search import Search
+from flaxformer_min.decoding.sampling import draw, narrow
+from flaxformer_min.decoding.search import Search, greedy_search
 
 ROW = [0.05, 0.4, 0.1, 0.3, 0.15]
 
@@ -45,17 +43,20 @@ def test_rows_are_narrowed_each_by_itself_and_what_is_forbidden_stays_so():
     assert found.astype(int).tolist() == [[0, 1, 0, 1, 1], [1, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
 
 
-def draw(keys, probabilities=ROW, length=3, rows=None, **options):
+def draw_translations(keys, probabilities=ROW, length=3, rows=None, **options):
     """Every step has the same probabilities; token 0 is EOS."""
     row = jnp.log(jnp.array(probabilities))
 
     def step_fn(tokens, cache, index, keys):
         return jnp.broadcast_to(row, (*tokens.shape, len(probabilities))), cache
 
-    search = Search(bos_id=7, eos_id=0, pad_id=8, length=length, rows=rows)
     limits = jnp.full(len(keys), length)
-    draw_from = functools.partial(narrow, **options)
-    return jax.device_get(sample(step_fn, {}, keys, limits, search, lambda keys: keys, draw_from))
+
+    def choose(log_probs, index, keys):
+        return draw(narrow(log_probs, **options), keys, index)
+
+    search = Search(bos_id=7, eos_id=0, pad_id=8, length=length, rows=rows, choose=choose)
+    return jax.device_get(greedy_search(step_fn, {}, keys, limits, search))
 
 
 @pytest.mark.run
@@ -66,7 +67,7 @@ def test_tokens_come_as_often_as_they_are_likely_and_scores_are_the_model_s():
         ({"temperature": 0.5}, np.array(ROW) ** 2 / np.sum(np.array(ROW) ** 2)),
         ({"top_k": 2}, np.array([0, 4, 0, 3, 0]) / 7),
     ):
-        found = draw(keys, **options)
+        found = draw_translations(keys, **options)
         first = np.bincount(found.tokens[:, 0, 0], minlength=5) / len(keys)
         np.testing.assert_allclose(first, expected, atol=0.03)  # four standard deviations
         tokens = [found.tokens[n, 0, : found.lengths[n, 0]] for n in range(len(keys))]
@@ -77,7 +78,7 @@ def test_tokens_come_as_often_as_they_are_likely_and_scores_are_the_model_s():
 
 def test_draws_are_made_in_float64_where_jax_is():
     with jax.enable_x64(True):
-        found = draw(jax.random.split(jax.random.key(7), 3))
+        found = draw_translations(jax.random.split(jax.random.key(7), 3))
     assert found.scores.dtype == np.float64
     assert found.tokens.dtype == np.int32
 
@@ -85,10 +86,12 @@ def test_draws_are_made_in_float64_where_jax_is():
 @pytest.mark.run
 def test_a_draw_depends_on_its_own_key_alone_and_changes_from_step_to_step():
     keys = jax.random.split(jax.random.key(5), 11)
-    together = draw(keys, length=9)
-    backwards = draw(keys[::-1], length=9)
+    together = draw_translations(keys, length=9)
+    backwards = draw_translations(keys[::-1], length=9)
     np.testing.assert_array_equal(together.tokens, backwards.tokens[::-1])
-    np.testing.assert_array_equal(together.tokens[4:5], draw(keys[4:5], length=9).tokens)
-    np.testing.assert_array_equal(together.tokens, draw(keys, length=9, rows=1).tokens)
+    np.testing.assert_array_equal(
+        together.tokens[4:5], draw_translations(keys[4:5], length=9).tokens
+    )
+    np.testing.assert_array_equal(together.tokens, draw_translations(keys, length=9, rows=1).tokens)
     assert len({tuple(row) for row in together.tokens[:, 0].tolist()}) > 5
     assert max(len(set(row)) for row in together.tokens[:, 0].tolist()) > 2

@@ -7,6 +7,7 @@ site that are averaged over heads are called `cross_mean_over_heads`, [L, querie
 """
 
 import contextlib
+import functools
 import json
 import zipfile
 from collections.abc import Callable, Generator, Sequence
@@ -35,9 +36,10 @@ def attention_file(path: str | Path, *, average_heads: bool) -> Generator[Write,
             file = stack.enter_context(open(path, "wb"))
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
-        archive = None
+        write_line = functools.partial(_write_json, file)
         if ending == ".npz":
             archive = stack.enter_context(zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED))
+            write_line = functools.partial(_write_arrays, archive)
 
         def write(
             line: int, source: Sequence[str], target: Sequence[str], weights: AttentionWeights
@@ -45,11 +47,7 @@ def attention_file(path: str | Path, *, average_heads: bool) -> Generator[Write,
             sites = weights._asdict()
             if average_heads:
                 sites = {f"{name}_mean_over_heads": w.mean(axis=1) for name, w in sites.items()}
-            arrays = {"source": np.array(source), "target": np.array(target), **sites}
-            if archive is None:
-                _write_json(file, line, arrays)
-            else:
-                _write_arrays(archive, line, arrays)
+            write_line(line, {"source": np.array(source), "target": np.array(target), **sites})
 
         yield write
 

@@ -6,7 +6,6 @@ computed.
 
 import bisect
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from tqdm import tqdm
@@ -56,17 +55,14 @@ def rows_at_once(width: int) -> int:
 
 def shape_ladder(longest: int) -> list[int]:
     """The widths that batches have: 16, 24, 32, 48, 64, 96 ... below `longest`, and `longest`."""
-    powers = itertools.takewhile(
-        lambda power: power < longest, (SHORTEST_SHAPE << k for k in itertools.count())
-    )
-    steps = (width for power in powers for width in (power, power + power // 2))
-    return [*(width for width in steps if width < longest), longest]
+    powers = (SHORTEST_SHAPE << k for k in itertools.count())
+    widths = (width for power in powers for width in (power, power + power // 2))
+    return [*itertools.takewhile(lambda width: width < longest, widths), longest]
 
 
 def show_progress(batches: Iterable[Planned], lines: int) -> Iterator[Planned]:
     """The batches, with a progress bar over all `lines` if standard error is a terminal."""
-    hidden = not sys.stderr.isatty()
-    with tqdm(total=lines, unit=" lines", leave=False, disable=hidden) as bar:
+    with tqdm(total=lines, unit=" lines", leave=False, disable=None) as bar:  # None: no terminal
         for width, members in batches:
             yield width, members
             bar.update(sum(member is not None for member in members))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+Index = Int[Array, " B"]
+
 
 def all_but(ids: tuple[int, ...], vocab_size: int) -> Bool[Array, "1 1 V"]:
     """Every token is allowed but the given ids."""
@@ -16,14 +18,14 @@ def all_but(ids: tuple[int, ...], vocab_size: int) -> Bool[Array, "1 1 V"]:
 
 
 def long_enough(
-    index: Int[Array, " B"], min_length: int | Int[Array, ""], eos_id: int, vocab_size: int
+    index: Index, min_length: int | Int[Array, ""], eos_id: int, vocab_size: int
 ) -> Bool[Array, "B 1 V"]:
     """EOS is allowed as token number min_length or later, counted from 1; other tokens always."""
     return all_but((eos_id,), vocab_size) | (index + 1 >= min_length)[:, None, None]
 
 
 def no_repeated_ngram(
-    tokens: Int[Array, "B M L"], index: Int[Array, " B"], size: int, vocab_size: int
+    tokens: Int[Array, "B M L"], index: Index, size: int, vocab_size: int
 ) -> Bool[Array, "B M V"]:
     """No token that would make `size` tokens in a row that the hypothesis has already (BOS apart).
 
@@ -46,10 +48,7 @@ def no_repeated_ngram(
 
 
 def forced_prefix(
-    allowed: Bool[Array, "#B #M V"],
-    prefixes: Int[Array, "B P"],
-    index: Int[Array, " B"],
-    pad_id: int,
+    allowed: Bool[Array, "#B #M V"], prefixes: Int[Array, "B P"], index: Index, pad_id: int
 ) -> Bool[Array, "B #M V"]:
     """Within the prefix only its token number `index` is allowed; behind it, what `allowed` says.
 

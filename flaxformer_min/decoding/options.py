@@ -27,7 +27,7 @@ SHARE = Range("above 0 and at most 1", lambda x: 0 < x <= 1)
 def _option(
     default: Any,
     text: str | None,
-    allowed: Range | None,
+    allowed: Range | None = None,
     *marks: Literal["static", "sampling", "from zero"],
     metavar: str | None = None,
 ) -> Any:
@@ -35,7 +35,8 @@ def _option(
 
     The value of a "static" field is a compile-time constant: another one compiles another program.
     A "sampling" field needs `sample`. A flag takes 0 only if the field's numbers run "from zero";
-    elsewhere 0 is out of range or stands for no limit.
+    elsewhere 0 is out of range or stands for no limit. A field that the config's decode section has
+    too has the range that it has there.
     """
     metadata = {"help": text, "range": allowed, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata | dict.fromkeys(marks, True))
@@ -50,24 +51,16 @@ class Options:
     EOS. All constraints hold together; a prefix comes before any of them.
     """
 
-    beam_size: int | None = _option(
-        None, "1 is greedy; the config's by default", RANGES["decode.beam_size"], "static"
-    )
+    beam_size: int | None = _option(None, "1 is greedy; the config's by default", None, "static")
     # The score is the log-probability divided by ((5 + n) / 6)^alpha.
-    length_penalty_alpha: float | None = _option(
-        None, "the config's by default", RANGES["decode.length_penalty_alpha"]
-    )
+    length_penalty_alpha: float | None = _option(None, "the config's by default")
     # With `sample` these are N independent draws.
     n_best: int = _option(
         1, "JSON: for each line its N best hypotheses", COUNT, "static", metavar="N"
     )
     min_length: int = _option(0, "tokens of a translation, EOS counted", WHOLE32)
     max_length_offset: int | None = _option(
-        None,
-        "tokens more than the source's; the config's",
-        RANGES["decode.max_length_offset"],
-        "static",
-        "from zero",
+        None, "tokens more than the source's; the config's", None, "static", "from zero"
     )
     no_repeat_ngram_size: int = _option(
         0, "no N tokens in a row twice", WHOLE, "static", metavar="N"
@@ -90,8 +83,7 @@ class Options:
 
     def over(self, decode: DecodeConfig) -> DecodeConfig:
         """The config's decode section with the values that are given here instead of its own."""
-        values = {name: getattr(self, name) for name in IN_CONFIG}
-        given = {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name in IN_CONFIG if (value := getattr(self, name)) is not None}
         return dataclasses.replace(decode, **given)
 
     def with_defaults(self, decode: DecodeConfig) -> "Options":
@@ -126,7 +118,7 @@ IN_CONFIG = tuple(
 def _check(options: Options, field: dataclasses.Field[Any]) -> None:
     """Raises UserError where a field's value is out of range, or needs sampling and has it not."""
     value = getattr(options, field.name)
-    allowed: Range | None = field.metadata["range"]
+    allowed: Range | None = field.metadata["range"] or RANGES.get(f"decode.{field.name}")
     if field.metadata.get("sampling") and not options.sample and value != field.default:
         raise UserError(f"{field.name} is for sampling: give sample too")
     if value is not None and allowed is not None and not allowed.holds(value):

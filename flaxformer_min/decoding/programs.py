@@ -21,17 +21,28 @@ from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding import constraints
 from flaxformer_min.decoding.batches import rows_at_once
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.sampling import narrow, sample
-from flaxformer_min.decoding.search import Allowed, Hypotheses, Search, StepFn, beam_search, take
+from flaxformer_min.decoding.sampling import draw, narrow
+from flaxformer_min.decoding.search import (
+    Allowed,
+    Hypotheses,
+    Index,
+    Search,
+    StepFn,
+    Tokens,
+    beam_search,
+    likeliest,
+    take,
+)
 from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.model.build import Params
-from flaxformer_min.model.cached import DecodingCache, decode_step, init_cache, memory_keys_values
+from flaxformer_min.model.cached import decode_step, init_cache, memory_keys_values
 from flaxformer_min.model.layers import KeysValues
 from flaxformer_min.model.masks import padding_mask
 from flaxformer_min.model.teacher_forcing import forced_states
-from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.model.transformer import Source, Target, Transformer
 
 GraphDefs = tuple[nnx.GraphDef, ...]
+Pairs = tuple[Source, Target]  # token ids [B, S] and [B, T]
 
 # To a compiled function its static fields are constants, all other fields are numbers that it gets.
 jax.tree_util.register_dataclass(Options)
@@ -80,17 +91,11 @@ def search_batch(
     search = _search_settings(models, tokenizer, longest, width, options)
     rows = rows_at_once(width)
     caches = [init_cache(model, rows, search.beam_size, search.length) for model in models]
-    if not options.sample:
-        limits = _limits(sentences, options, longest, tokenizer.pad_id)
-        return beam_search(mean_step(models), caches, sentences, limits, search)
-    draws = _repeat(sentences, options.n_best)
-    limits = _limits(draws, options, longest, tokenizer.pad_id)
-    keys = functools.partial(_keys, options.seed)
-    draw_from = functools.partial(
-        narrow, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
-    )
-    found = sample(mean_step(models), caches, draws, limits, search, keys, draw_from)
-    return _rank_draws(found, options.n_best)
+    if options.sample:
+        sentences = _repeat(sentences, options.n_best)
+    limits = _limits(sentences, options, longest, tokenizer.pad_id)
+    found = beam_search(mean_step(models), caches, sentences, limits, search)
+    return _rank_draws(found, options.n_best) if options.sample else found
 
 
 def _search_settings(
@@ -110,7 +115,8 @@ def _search_settings(
         rows=rows_at_once(width),
         prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
-        move=_move_caches,
+        choose=functools.partial(_draw, options) if options.sample else likeliest,
+        move=lambda caches, parents: [cache.moved(parents) for cache in caches],
     )
 
 
@@ -147,19 +153,13 @@ def mean_probability(log_probs: Sequence[Float[Array, "*shape"]]) -> Float[Array
     return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
 
 
-def _move_caches(caches: list[DecodingCache], parents: Int[Array, "B M"]) -> list[DecodingCache]:
-    return [cache.moved(parents) for cache in caches]
-
-
 def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
     """Which token the options allow next; a sentence's prefix comes before all of them."""
     vocab_size = tokenizer.vocab_size
     wanted = () if options.forbid_unknown else (tokenizer.unk_id,)
     never = tuple(i for i in tokenizer.never_generated if i not in wanted)
 
-    def allowed(
-        tokens: Int[Array, "B M L"], index: Int[Array, " B"], ready: Ready
-    ) -> Bool[Array, "B #M V"]:
+    def allowed(tokens: Tokens, index: Index, ready: Ready) -> Bool[Array, "B #M V"]:
         mask = constraints.all_but(never, vocab_size)
         mask &= constraints.long_enough(index, options.min_length, tokenizer.eos_id, vocab_size)
         if size := options.no_repeat_ngram_size:
@@ -191,6 +191,14 @@ def _repeat(sentences: PaddedSentences, count: int) -> PaddedSentences:
     return repeated._replace(draws=repeated.draws.at[:, 1].set(numbers))
 
 
+def _draw(
+    options: Options, log_probs: Float[Array, "B V"], index: Index, ready: Ready
+) -> Int[Array, "B 1"]:
+    """The next token of each sentence, drawn as the options say."""
+    likely = narrow(log_probs, options.temperature, options.top_k, options.top_p)
+    return draw(likely, _keys(options.seed, ready), index)
+
+
 def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:
     """A key for each sentence, from the seed, its source ids and the number of its draw."""
 
@@ -207,10 +215,7 @@ def _rank_draws(found: Hypotheses, count: int) -> Hypotheses:
 
 
 def score_batch(
-    graphdefs: GraphDefs,
-    tokenizer: Tokenizer,
-    params: tuple[Params, ...],
-    pairs: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+    graphdefs: GraphDefs, tokenizer: Tokenizer, params: tuple[Params, ...], pairs: Pairs
 ) -> Float[Array, "B T"]:
     """Forced decoding: the log-probability of each target token given its source and past.
 

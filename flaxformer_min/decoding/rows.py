@@ -23,6 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
+Rows = PyTree[Shaped[Array, "R ..."]]
+All = PyTree[Shaped[Array, "Q ..."]]
+Wanted = Bool[Array, " Q"]
 Stepped = tuple[PyTree, PyTree, Bool[Array, " R"]]
 # (state, cache, sentences), leaves [R, ...] -> state and cache one step later, which rows are done
 Step = Callable[[PyTree, PyTree, PyTree], Stepped]
@@ -36,28 +39,23 @@ class _Work(NamedTuple):
     upcoming: Int[Array, ""]  # the next sentence that gets a row
     places: Int[Array, " R"]  # places[r] is the sentence of row r, Q if the row is idle
     done: Bool[Array, " R"]  # whether row r can take another sentence
-    state: PyTree[Shaped[Array, "R ..."]]
-    sentences: PyTree[Shaped[Array, "R ..."]]
-    cache: PyTree[Shaped[Array, "R ..."]]
-    results: PyTree[Shaped[Array, "Q ..."]]
+    state: Rows
+    sentences: Rows
+    cache: Rows
+    results: All
 
 
 class _Prepared(NamedTuple):
     """The sentences from `first` on, R of them; those from `end` on are not searched."""
 
-    sentences: PyTree[Shaped[Array, "R ..."]]
+    sentences: Rows
     first: Int[Array, ""]
     end: Int[Array, ""]
 
 
 def through_rows(
-    step: Step,
-    fresh: PyTree[Shaped[Array, "R ..."]],
-    cache: PyTree[Shaped[Array, "R ..."]],
-    sentences: PyTree[Shaped[Array, "Q ..."]],
-    wanted: Bool[Array, " Q"],
-    prepare: Prepare,
-) -> PyTree[Shaped[Array, "Q ..."]]:
+    step: Step, fresh: Rows, cache: Rows, sentences: All, wanted: Wanted, prepare: Prepare
+) -> All:
     """The state in which each sentence is done, [Q, ...]; it is `fresh` for one not wanted.
 
     A row begins a sentence with its `fresh` state, which is the same for all rows, and with the
@@ -95,12 +93,7 @@ def through_rows(
     return lax.while_loop(lambda work: work.upcoming < end, prepare_and_step, work).results
 
 
-def _refill(
-    work: _Work,
-    prepared: _Prepared,
-    fresh: PyTree[Shaped[Array, "R ..."]],
-    wanted: Bool[Array, " Q"],
-) -> _Work:
+def _refill(work: _Work, prepared: _Prepared, fresh: Rows, wanted: Wanted) -> _Work:
     """Keeps the result of every row that is done and gives the row to the next prepared sentence.
 
     The row is idle if there is none. One row after the other, so that only what changes is copied.

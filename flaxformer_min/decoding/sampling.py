@@ -1,12 +1,8 @@
 """Sampling: translations drawn token by token from the model's distribution."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
-
-from flaxformer_min.decoding.search import Hypotheses, Search, StepFn, greedy_search
+from jaxtyping import Array, Float, Int, Key
 
 
 def narrow(
@@ -35,27 +31,12 @@ def narrow(
     return jnp.where(scaled >= last, scaled, -jnp.inf)
 
 
-def sample(
-    step_fn: StepFn,
-    cache: PyTree,
-    sentences: PyTree,
-    max_lengths: Int[Array, " Q"],
-    search: Search,
-    keys: Callable[[PyTree], Key[Array, " B"]],
-    draw_from: Callable[[Float[Array, "B V"]], Float[Array, "B V"]] = narrow,
-) -> Hypotheses:
-    """A translation of each sentence drawn with a key of its own: [Q, 1, T].
+def draw(
+    log_probs: Float[Array, "B V"], keys: Key[Array, " B"], index: Int[Array, " B"]
+) -> Int[Array, "B 1"]:
+    """The next token of each sentence, drawn with the sentence's key and its index in the sentence.
 
-    `keys` gives the keys of the B sentences at work from what `search.prepare` gives of them. Each
-    token is drawn from what `draw_from` makes of the log-probabilities of the allowed tokens. The
-    log_probs and scores of the result are the model's own. All other arguments are those of
-    `greedy_search`.
+    The probabilities need no normalisation.
     """
-
-    def draw(
-        log_probs: Float[Array, "B V"], index: Int[Array, " B"], ready: PyTree
-    ) -> Int[Array, "B 1"]:
-        step_keys = jax.vmap(jax.random.fold_in)(keys(ready), index)
-        return jax.vmap(jax.random.categorical)(step_keys, draw_from(log_probs))[:, None]
-
-    return greedy_search(step_fn, cache, sentences, max_lengths, search, draw)
+    step_keys = jax.vmap(jax.random.fold_in)(keys, index)
+    return jax.vmap(jax.random.categorical)(step_keys, log_probs)[:, None]

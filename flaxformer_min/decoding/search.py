@@ -25,35 +25,29 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from flaxformer_min.decoding.rows import Prepare, Step, Stepped, through_rows
 
+Tokens = Int[Array, "B M L"]  # the hypotheses so far, BOS first: L = T + 1
+Index = Int[Array, " B"]  # how many tokens follow BOS
+LogProbs = Float[Array, "B M V"]
+Scores = Float[Array, "B M"]
+Alpha = float | Float[Array, ""]  # of the length penalty
 # (tokens, cache, index, what `prepare` gives of the sentences) -> (log-probabilities, cache)
-StepFn = Callable[
-    [Int[Array, "B M"], PyTree, Int[Array, " B"], PyTree], tuple[Float[Array, "B M V"], PyTree]
-]
-# (tokens [B, M, T+1], BOS first; how many follow BOS; sentences) -> which token may come next
-Allowed = Callable[[Int[Array, "B M L"], Int[Array, " B"], PyTree], Bool[Array, "#B #M #V"]]
-# (log-probabilities, how many tokens were emitted, sentences) -> the next token of each sentence
-Choose = Callable[[Float[Array, "B V"], Int[Array, " B"], PyTree], Int[Array, "B 1"]]
+StepFn = Callable[[Int[Array, "B M"], PyTree, Index, PyTree], tuple[LogProbs, PyTree]]
+# (tokens, index, sentences) -> which token may come next
+Allowed = Callable[[Tokens, Index, PyTree], Bool[Array, "#B #M #V"]]
+# (log-probabilities, index, sentences) -> the next token of each sentence
+Choose = Callable[[Float[Array, "B V"], Index, PyTree], Int[Array, "B 1"]]
 # (cache, parents [B, M]) -> the cache after hypothesis m has become a child of parents[b, m]
 Move = Callable[[PyTree, Int[Array, "B M"]], PyTree]
 
 LARGEST_CHUNK = 128  # values of which `top_k` first compares the maxima
 
 
-def anything(
-    tokens: Int[Array, "B M L"], index: Int[Array, " B"], sentences: PyTree
-) -> Bool[Array, "1 1 1"]:
+def anything(tokens: Tokens, index: Index, sentences: PyTree) -> Bool[Array, "1 1 1"]:
     """Every token is allowed."""
     return jnp.ones((1, 1, 1), bool)
 
 
-def unchanged(sentences: PyTree) -> PyTree:
-    """The sentences themselves: nothing is computed for them beforehand."""
-    return sentences
-
-
-def likeliest(
-    log_probs: Float[Array, "B V"], index: Int[Array, " B"], sentences: PyTree
-) -> Int[Array, "B 1"]:
+def likeliest(log_probs: Float[Array, "B V"], index: Index, sentences: PyTree) -> Int[Array, "B 1"]:
     """The likeliest token."""
     return top_k(log_probs, 1)[1]
 
@@ -78,10 +72,12 @@ class Search:
     length: int  # T, the number of tokens for which the cache has room
     beam_size: int = 4  # M; 1 is greedy search by definition
     n_best: int = 1  # N, at most M
-    length_penalty_alpha: float | Float[Array, ""] = 0.6
+    length_penalty_alpha: Alpha = 0.6
     rows: int | None = None  # B, a divisor of Q; None searches all sentences at a time
-    prepare: Prepare = unchanged  # computes what the step function needs of B sentences, once
+    # Computes what the step function needs of B sentences, once; by default nothing.
+    prepare: Prepare = lambda sentences: sentences
     allowed: Allowed = anything  # which token may come next
+    choose: Choose = likeliest  # the next token where the beam is 1
     move: Move = take  # how the cache follows the hypotheses
 
 
@@ -103,7 +99,7 @@ class _Beam(NamedTuple):
     """M hypotheses of each sentence; tokens begin with BOS, which lengths do not count."""
 
     tokens: Int[Array, "B M T+1"]
-    log_probs: Float[Array, "B M"]
+    log_probs: Scores
     lengths: Int[Array, "B M"]
 
 
@@ -121,9 +117,7 @@ class _Sentences(NamedTuple):
     max_lengths: Int[Array, " Q"]
 
 
-def length_penalty(
-    lengths: Int[Array, "*shape"], alpha: float | Float[Array, ""]
-) -> Float[Array, "*shape"]:
+def length_penalty(lengths: Int[Array, "*shape"], alpha: Alpha) -> Float[Array, "*shape"]:
     """((5 + n) / 6)^alpha (Wu et al. 2016), by which a log-probability is divided."""
     return ((5.0 + lengths) / 6.0) ** alpha
 
@@ -161,23 +155,19 @@ def beam_search(
 
 
 def greedy_search(
-    step_fn: StepFn,
-    cache: PyTree,
-    sentences: PyTree,
-    max_lengths: Int[Array, " Q"],
-    search: Search,
-    choose: Choose = likeliest,
+    step_fn: StepFn, cache: PyTree, sentences: PyTree, max_lengths: Int[Array, " Q"], search: Search
 ) -> Hypotheses:
-    """The token that `choose` takes at every step, until EOS or max_lengths[q] tokens: [Q, 1, T].
+    """The token of `search.choose` at every step, until EOS or max_lengths[q] tokens: [Q, 1, T].
 
-    The arguments are those of `beam_search` with M = N = 1, whatever `search` says of the two.
+    The arguments are those of `beam_search` with M = N = 1, whatever `search` says of the two. The
+    log_probs and scores of the result are the model's own, whatever `search.choose` goes by.
     """
     search = dataclasses.replace(search, beam_size=1, n_best=1)
 
     def step(state: _State, cache: PyTree, ready: _Sentences) -> Stepped:
         log_probs, cache = _next(step_fn, search.allowed, state.alive, cache, ready.data)
         log_probs, lengths = log_probs[:, 0], state.alive.lengths
-        token = choose(log_probs, lengths[:, 0], ready.data)
+        token = search.choose(log_probs, lengths[:, 0], ready.data)
         longer = _Beam(
             _write(state.alive.tokens, token, lengths + 1),
             state.alive.log_probs + jnp.take_along_axis(log_probs, token, axis=1),
@@ -214,7 +204,7 @@ def _start(search: Search, rows: int) -> _State:
 
 def _next(
     step_fn: StepFn, allowed: Allowed, alive: _Beam, cache: PyTree, sentences: PyTree
-) -> tuple[Float[Array, "B M V"], PyTree]:
+) -> tuple[LogProbs, PyTree]:
     """The log-probabilities of the next token, -inf where it is not allowed, and the new cache."""
     index = alive.lengths[:, 0]
     last = jnp.take_along_axis(alive.tokens, index[:, None, None], 2, mode="promise_in_bounds")
@@ -224,7 +214,7 @@ def _next(
 
 
 def _extend(
-    alive: _Beam, log_probs: Float[Array, "B M V"]
+    alive: _Beam, log_probs: LogProbs
 ) -> tuple[_Beam, Int[Array, "B 2*M"], Int[Array, "B 2*M"]]:
     """The 2M likeliest extensions by one token, best first, that token, and the parent's place.
 
@@ -238,9 +228,7 @@ def _extend(
     return _Beam(_write(tokens, last, lengths), totals, lengths), last, parents
 
 
-def _write(
-    tokens: Int[Array, "B M L"], last: Int[Array, "B M"], places: Int[Array, "B M"]
-) -> Int[Array, "B M L"]:
+def _write(tokens: Tokens, last: Int[Array, "B M"], places: Int[Array, "B M"]) -> Tokens:
     """The hypotheses with token last[b, m] written at places[b, m]."""
     here = jnp.arange(tokens.shape[2])[None, None] == places[:, :, None]
     return jnp.where(here, last[:, :, None].astype(tokens.dtype), tokens)
@@ -298,7 +286,7 @@ def _rank(found: _State, search: Search) -> Hypotheses:
     )
 
 
-def _scores(beam: _Beam, alpha: float | Float[Array, ""]) -> Float[Array, "B M"]:
+def _scores(beam: _Beam, alpha: Alpha) -> Scores:
     return beam.log_probs / length_penalty(beam.lengths, alpha)
 
 
@@ -311,9 +299,7 @@ def _join(first: _Beam, second: _Beam) -> _Beam:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
 
 
-def _best(
-    beam: _Beam, keys: Float[Array, "B M"], count: int
-) -> tuple[_Beam, Int[Array, "B {count}"]]:
+def _best(beam: _Beam, keys: Scores, count: int) -> tuple[_Beam, Int[Array, "B {count}"]]:
     """The count hypotheses with the largest keys, largest first, and their places."""
     _, places = lax.top_k(keys, count)
     return take(beam, places), places

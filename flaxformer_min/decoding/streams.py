@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from flaxformer_min.data.lines import decode_lines, read_lines
-from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.attention_file import Write
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import DEFAULT, Translation, Translator
@@ -48,9 +47,10 @@ def translate_stream(
                 count = first_line - 1 + len(prefixes)
                 raise UserError(f"{prefix} has {count} lines but standard input has more")
         found = translator.translate(lines, options, prefixes=prefixes, first_line=first_line)
-        if write_attention is not None:
-            for number, each in enumerate(found, first_line):
-                _write_weights(translator.tokenizer, number, each, write_attention)
+        for number, each in enumerate(found, first_line):
+            if write_attention is not None and each.attention is not None:
+                source_pieces, pieces = map(translator.tokenizer.pieces, (each.source, each.tokens))
+                write_attention(number, source_pieces, pieces, each.attention)
         yield [to_json(each) if as_json else each.text for each in found]
         first_line += len(lines)
     if all_prefixes is not None and any(True for _ in all_prefixes):
@@ -86,12 +86,3 @@ def to_json(translation: Translation) -> str:
         for each in (translation, *translation.others)
     ]
     return json.dumps(hypotheses, ensure_ascii=False)
-
-
-def _write_weights(
-    tokenizer: Tokenizer, number: int, translation: Translation, write: Write
-) -> None:
-    """Writes the weights of a line's best hypothesis; a blank line has none."""
-    if translation.attention is not None:
-        source, target = tokenizer.pieces(translation.source), tokenizer.pieces(translation.tokens)
-        write(number, source, target, translation.attention)

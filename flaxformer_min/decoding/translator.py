@@ -18,7 +18,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
 
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
@@ -26,7 +25,7 @@ from flaxformer_min.data.batch import padded
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.batches import LINES_PER_ROW, Planned, plan_batches, show_progress
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.programs import on_devices, score_batch, search_batch
+from flaxformer_min.decoding.programs import Pairs, on_devices, score_batch, search_batch
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.sentences import (
     NO_SENTENCE,
@@ -241,10 +240,7 @@ class Translator:
         return [jax.device_get(self._weigh(self._params, pair)) for pair in pairs]
 
     def _translations(
-        self,
-        sentences: Sequence[Sentence],
-        found: Hypotheses,
-        weights: Sequence[AttentionWeights] | None,
+        self, sentences: list[Sentence], found: Hypotheses, weights: list[AttentionWeights] | None
     ) -> Iterator[tuple[int, Translation]]:
         """The place and the hypotheses of each sentence, the best with all others in it."""
 
@@ -272,10 +268,7 @@ class Translator:
 
 
 def _weigh(
-    graphdef: nnx.GraphDef,
-    tokenizer: Tokenizer,
-    params: Params,
-    pairs: tuple[Int[Array, "B S"], Int[Array, "B T"]],
+    graphdef: nnx.GraphDef, tokenizer: Tokenizer, params: Params, pairs: Pairs
 ) -> AttentionWeights:
     """The attention weights of a model on pairs of source and target."""
     model = nnx.merge(graphdef, params)

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+Query = Float[Array, "B H T K"]
+Keys = Float[Array, "B H S K"]
+Values = Float[Array, "B H S U"]
+Mask = Bool[Array, "#B #H #T S"]  # True = may attend
 Weights = Float[Array, "B H T S"]
+Context = Float[Array, "B H T U"]
 
 
 def scaled_dot_product_attention(
-    query: Float[Array, "B H T K"],
-    key: Float[Array, "B H S K"],
-    value: Float[Array, "B H S U"],
-    mask: Bool[Array, "#B #H #T S"],
-    *,
-    return_weights: bool = False,
-) -> Float[Array, "B H T U"] | tuple[Float[Array, "B H T U"], Weights]:
+    query: Query, key: Keys, value: Values, mask: Mask, *, return_weights: bool = False
+) -> Context | tuple[Context, Weights]:
     """softmax(Q K^T / sqrt(K) + M) V, with M minus infinity where the mask is False.
 
     A masked key has weight exactly 0; a query with no allowed key has weights and output 0 (a
@@ -32,12 +32,12 @@ def scaled_dot_product_attention(
 
 
 def attend(
-    query: Float[Array, "B H T K"],
-    key: Float[Array, "B H S K"],
-    value: Float[Array, "B H S U"],
-    mask: Bool[Array, "#B #H #T S"],
+    query: Query,
+    key: Keys,
+    value: Values,
+    mask: Mask,
     drop: Callable[[Weights], Weights] | None = None,
-) -> tuple[Float[Array, "B H T U"], Weights]:
+) -> tuple[Context, Weights]:
     """`scaled_dot_product_attention` and its weights, before `drop` takes some of them away.
 
     `drop` is dropout on the weights, in training.
@@ -52,9 +52,7 @@ def attend(
     return output, weights
 
 
-def masked_softmax(
-    scores: Float[Array, "B H T S"], mask: Bool[Array, "#B #H #T S"]
-) -> Float[Array, "B H T S"]:
+def masked_softmax(scores: Weights, mask: Mask) -> Weights:
     """Softmax over the allowed keys of each row; exactly 0 elsewhere and in rows that allow none.
 
     The lowest finite number stands for minus infinity: a row without an allowed key then has a
@@ -64,12 +62,7 @@ def masked_softmax(
     return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1), 0)
 
 
-def cudnn_attention(
-    query: Float[Array, "B H T K"],
-    key: Float[Array, "B H S K"],
-    value: Float[Array, "B H S K"],
-    mask: Bool[Array, "#B #H #T S"],
-) -> Float[Array, "B H T K"]:
+def cudnn_attention(query: Query, key: Keys, value: Keys, mask: Mask) -> Query:
     """`scaled_dot_product_attention` by cuDNN's fused kernel, which keeps nothing of size T x S.
 
     For NVIDIA GPUs and bfloat16 only. A query with no allowed key reads the mean of the values.

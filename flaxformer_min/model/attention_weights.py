@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from flaxformer_min.model.teacher_forcing import forced_states
-from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.model.transformer import Source, Target, Transformer
 
 
 class AttentionWeights(NamedTuple):
@@ -22,12 +22,7 @@ class AttentionWeights(NamedTuple):
 
 
 def attention_weights(
-    model: Transformer,
-    source: Int[Array, "B S"],
-    target: Int[Array, "B T"],
-    *,
-    pad_id: int,
-    bos_id: int,
+    model: Transformer, source: Source, target: Target, *, pad_id: int, bos_id: int
 ) -> AttentionWeights:
     """The weights of the model's own forward pass on source and target ids, without dropout."""
     taps = {"encoder": {}, "decoder": {}}

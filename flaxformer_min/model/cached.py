@@ -27,13 +27,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from flaxformer_min.model.layers import (
-    DecoderLayer,
-    KeysValues,
-    MaybeKey,
-    MultiHeadAttention,
-    SourceMask,
-)
+from flaxformer_min.model.attention import Context, Mask, Query, Values
+from flaxformer_min.model.dropout import MaybeKey
+from flaxformer_min.model.layers import KeysValues, MultiHeadAttention, SourceMask
 from flaxformer_min.model.transformer import Transformer
 
 # The first block has 16 positions; each later one as many, or a quarter of all positions before it
@@ -119,68 +115,50 @@ def decode_step(
     itself = jnp.eye(hypotheses, dtype=bool)[None, :, None]
     itself = jnp.broadcast_to(itself, (batch, hypotheses, 1, hypotheses))
     ancestors = put(cache.ancestors & (index > 0)[:, None, None, None], itself, index, 2)
-    layers = []
+    layers: list[list[CacheBlock]] = []
+    # Cross-attention takes the M hypotheses of a sentence as M queries, so the keys and values of
+    # the memory are held once per sentence.
     for layer, memory, past in zip(model.decoder, memories, cache.layers, strict=True):
-        x, past = step_layer(layer, x, memory, source_mask, past, ancestors, index)
-        layers.append(past)
+        layers.append([])
+        attend_to_past = functools.partial(
+            attention_step, layer.self_attention, past, ancestors, index, layers[-1]
+        )
+        x = layer.sublayers(x, attend_to_past, memory, source_mask)
     return model.project(x), DecodingCache(ancestors, layers)
-
-
-def step_layer(
-    layer: DecoderLayer,
-    x: Float[Array, "B M D"],
-    memory: KeysValues,
-    source_mask: SourceMask,
-    past: Sequence[CacheBlock],
-    ancestors: Bool[Array, "B M L M"],
-    index: Int[Array, " B"],
-) -> tuple[Float[Array, "B M D"], list[CacheBlock]]:
-    """A decoder layer for one new token of each hypothesis: x [B, M, D] and the layer's new past.
-
-    Cross-attention takes the M hypotheses of a sentence as M queries, so the keys and values of
-    the memory are held once per sentence.
-    """
-    blocks: list[CacheBlock] = []
-
-    def attend_to_past(x: Float[Array, "B M D"], _: MaybeKey) -> Float[Array, "B M D"]:
-        attended, written = attention_step(layer.self_attention, x, past, ancestors, index)
-        blocks.extend(written)
-        return attended
-
-    return layer.sublayers(x, attend_to_past, memory, source_mask), blocks
 
 
 def attention_step(
     attention: MultiHeadAttention,
-    x: Float[Array, "B M D"],
     past: Sequence[CacheBlock],
     ancestors: Bool[Array, "B M L M"],
     index: Int[Array, " B"],
-) -> tuple[Float[Array, "B M D"], list[CacheBlock]]:
-    """Self-attention of one new token of each hypothesis to its past, and the past with it.
+    written: list[CacheBlock],
+    x: Float[Array, "B M D"],
+    key: MaybeKey = None,
+) -> Float[Array, "B M D"]:
+    """Self-attention of one new token of each hypothesis to its past: [B, M, D] -> [B, M, D].
 
-    `ancestors` is the mask. A block that no sentence has come to yet is not read.
+    `ancestors` is the mask. A block that no sentence has come to yet is not read. `written` gets
+    the blocks with the new token in them. There is no dropout, so `key` is None.
     """
     batch, hypotheses, _ = x.shape
     new, furthest = attention.keys_values(x), jnp.max(index)
-    written, blocks, first = [], [], 0
+    blocks, first = [], 0
     for block in past:
         end = first + block.keys.shape[3] // hypotheses
         mask = ancestors[:, None, :, first:end].reshape(batch, 1, hypotheses, -1)
-        block = block.written(new, index - first)
-        blocks.append(MaskedBlock(*block, mask, furthest >= first))
-        written.append(block)
+        written.append(block.written(new, index - first))
+        blocks.append(MaskedBlock(*written[-1], mask, furthest >= first))
         first = end
-    context = attend_blocks(attention.heads(x, attention.query[...]), blocks)
-    return attention.merge(context), written
+    return attention.merge(attend_blocks(attention.heads(x, attention.query[...]), blocks))
 
 
 class MaskedBlock(NamedTuple):
     """Keys and values of some positions, and which query may attend to which of them."""
 
     keys: Float[Array, "B H K S"]
-    values: Float[Array, "B H S U"]
-    mask: Bool[Array, "#B #H #T S"]  # all False where the block is not needed
+    values: Values
+    mask: Mask  # all False where the block is not needed
     needed: Bool[Array, ""]
 
 
@@ -189,12 +167,10 @@ class _Sums(NamedTuple):
 
     largest: Float[Array, "B H T 1"]  # score
     total: Float[Array, "B H T 1"]  # of the weights
-    context: Float[Array, "B H T U"]  # sum of weight x value
+    context: Context  # sum of weight x value
 
 
-def attend_blocks(
-    query: Float[Array, "B H T K"], blocks: Sequence[MaskedBlock]
-) -> Float[Array, "B H T U"]:
+def attend_blocks(query: Query, blocks: Sequence[MaskedBlock]) -> Context:
     """`scaled_dot_product_attention` to the keys of all blocks; those not needed cost nothing.
 
     One block is added after the other, the first one always. A block whose mask is all False for a
@@ -216,7 +192,7 @@ def attend_blocks(
     return context.astype(first.values.dtype)
 
 
-def _add_block(sums: _Sums, query: Float[Array, "B H T K"], block: MaskedBlock) -> _Sums:
+def _add_block(sums: _Sums, query: Query, block: MaskedBlock) -> _Sums:
     """The sums with one block more. They are at least float32 whatever the inputs are."""
     product = functools.partial(
         jnp.einsum, precision="highest", preferred_element_type=sums.total.dtype

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+MaybeKey = Key[Array, ""] | None  # None in evaluation
 
-def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:
+
+def dropout(x: Float[Array, "..."], rate: float, key: MaybeKey) -> Float[Array, "..."]:
     """Zeroes each entry with probability `rate` and divides the rest by 1 - rate.
 
     No key means evaluation: x as it is. The mask has x's shape, so nothing is shared over
@@ -17,6 +19,6 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> 
     return jnp.where(keep, x / (1 - rate), 0)
 
 
-def split(key: Key[Array, ""] | None, count: int) -> list[Key[Array, ""] | None]:
+def split(key: MaybeKey, count: int) -> list[MaybeKey]:
     """`count` independent keys from one, or as many Nones in evaluation."""
     return [None] * count if key is None else list(jax.random.split(key, count))

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.attention import attend, cudnn_attention
-from flaxformer_min.model.dropout import dropout, split
+from flaxformer_min.model.attention import Context, Keys, Mask, Values, attend, cudnn_attention
+from flaxformer_min.model.dropout import MaybeKey, dropout, split
 from flaxformer_min.model.linear import dense
 from flaxformer_min.model.taps import Taps, inside, note
 
@@ -22,21 +22,18 @@ LAYER_NORM_EPSILON = 1e-6  # the paper gives none; this is tensor2tensor's
 
 SourceMask = Bool[Array, "#B 1 1 S"]  # masks.padding_mask(source)
 TargetMask = Bool[Array, "#B 1 T T"]  # masks.padding_mask(target_in) & masks.causal_mask(T)
-MaybeKey = Key[Array, ""] | None
 States = Float[Array, "B T D"]
-Sublayer = Callable[[States], States]
+Memory = Float[Array, "B S D"]  # the encoder's output
 
 
 class KeysValues(NamedTuple):
     """What queries attend to: keys [B, H, S, K] and values [B, H, S, U]."""
 
-    keys: Float[Array, "B H S K"]
-    values: Float[Array, "B H S U"]
+    keys: Keys
+    values: Values
 
 
-def layer_norm(
-    x: Float[Array, "B T D"], scale: Float[Array, " D"], bias: Float[Array, " D"]
-) -> Float[Array, "B T D"]:
+def layer_norm(x: States, scale: Float[Array, " D"], bias: Float[Array, " D"]) -> States:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias over D, in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
@@ -58,7 +55,7 @@ class Residual(nnx.Module):
         self.scale = nnx.Param(jnp.ones(config.d_model))
         self.bias = nnx.Param(jnp.zeros(config.d_model))
 
-    def __call__(self, x: States, sublayer: Sublayer, key: MaybeKey) -> States:
+    def __call__(self, x: States, sublayer: Callable[[States], States], key: MaybeKey) -> States:
         """The sublayer is a function of x [B, T, D] and gives [B, T, D]."""
         return layer_norm(x + dropout(sublayer(x), self.rate, key), self.scale[...], self.bias[...])
 
@@ -82,7 +79,7 @@ class MultiHeadAttention(nnx.Module):
         self,
         x: States,
         keys_values: KeysValues,
-        mask: Bool[Array, "#B 1 #T S"],
+        mask: Mask,
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> States:
@@ -103,11 +100,11 @@ class MultiHeadAttention(nnx.Module):
         batch, length, _ = x.shape
         return dense(x, kernel).reshape(batch, length, self.num_heads, -1).swapaxes(1, 2)
 
-    def keys_values(self, x: Float[Array, "B S D"]) -> KeysValues:
+    def keys_values(self, x: Memory) -> KeysValues:
         """The keys and values of x [B, S, D]."""
         return KeysValues(self.heads(x, self.key[...]), self.heads(x, self.value[...]))
 
-    def merge(self, context: Float[Array, "B H T U"]) -> States:
+    def merge(self, context: Context) -> States:
         """Concatenates the heads and projects them: [B, H, T, U] -> [B, T, D]."""
         batch, _, length, _ = context.shape
         return dense(context.swapaxes(1, 2).reshape(batch, length, -1), self.output[...])
@@ -123,7 +120,7 @@ class FeedForward(nnx.Module):
         self.down = xavier(rngs, config.d_ff, config.d_model)
         self.down_bias = nnx.Param(jnp.zeros(config.d_model))
 
-    def __call__(self, x: Float[Array, "B T D"], key: MaybeKey = None) -> Float[Array, "B T D"]:
+    def __call__(self, x: States, key: MaybeKey = None) -> States:
         hidden = jax.nn.relu(dense(x, self.up[...]) + self.up_bias[...].astype(x.dtype)[None, None])
         hidden = dropout(hidden, self.rate, key)
         return dense(hidden, self.down[...]) + self.down_bias[...].astype(x.dtype)[None, None]
@@ -138,13 +135,7 @@ class EncoderLayer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
-    def __call__(
-        self,
-        x: Float[Array, "B S D"],
-        mask: Bool[Array, "#B 1 #S S"],
-        key: MaybeKey = None,
-        taps: Taps = None,
-    ) -> Float[Array, "B S D"]:
+    def __call__(self, x: Memory, mask: Mask, key: MaybeKey = None, taps: Taps = None) -> Memory:
         """x [B, S, D] one layer further, [B, S, D]."""
         keys, attention = split(key, 4), self.self_attention
 
@@ -170,7 +161,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: States,
-        memory: Float[Array, "B S D"],
+        memory: Memory,
         target_mask: TargetMask,
         source_mask: SourceMask,
         key: MaybeKey = None,

@@ -1,29 +1,29 @@
 """Teacher forcing: the decoder reads the target, whatever it would have said (section 3.1)."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
 
-from flaxformer_min.model.dropout import split
+from flaxformer_min.model.dropout import MaybeKey, split
+from flaxformer_min.model.layers import States
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.taps import Taps, inside
-from flaxformer_min.model.transformer import Transformer
+from flaxformer_min.model.transformer import Source, Target, Transformer
 
 
-def shift_right(target: Int[Array, "B T"], bos_id: int) -> Int[Array, "B T"]:
+def shift_right(target: Target, bos_id: int) -> Target:
     """The decoder's input for a target [B, T]: BOS, then every token but the last (section 3.1)."""
     return jnp.pad(target, ((0, 0), (1, 0)), constant_values=bos_id)[:, :-1]
 
 
 def forced_states(
     model: Transformer,
-    source: Int[Array, "B S"],
-    target: Int[Array, "B T"],
+    source: Source,
+    target: Target,
     *,
     pad_id: int,
     bos_id: int,
-    key: Key[Array, ""] | None = None,
+    key: MaybeKey = None,
     taps: Taps = None,
-) -> Float[Array, "B T D"]:
+) -> States:
     """Decoder states [B, T, D] for source and target ids, padded; a `key` turns dropout on.
 
     `taps` get what the layers show, under "encoder" and "decoder" (taps.py).

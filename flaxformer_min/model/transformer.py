@@ -12,11 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.dropout import dropout, split
+from flaxformer_min.model.dropout import MaybeKey, dropout, split
 from flaxformer_min.model.layers import (
     DecoderLayer,
     EncoderLayer,
-    MaybeKey,
+    Memory,
     SourceMask,
     States,
     TargetMask,
@@ -24,6 +24,10 @@ from flaxformer_min.model.layers import (
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import sinusoidal_positions
 from flaxformer_min.model.taps import Taps
+
+Source = Int[Array, "B S"]  # token ids
+Target = Int[Array, "B T"]
+Logits = Float[Array, "B T V"]
 
 
 class Transformer(nnx.Module):
@@ -50,55 +54,43 @@ class Transformer(nnx.Module):
             self.target_positions = _table(rngs, config.max_length, config.d_model)
 
     def encode(
-        self,
-        source: Int[Array, "B S"],
-        source_mask: SourceMask,
-        *,
-        key: MaybeKey = None,
-        taps: Taps = None,
-    ) -> Float[Array, "B S D"]:
+        self, source: Source, source_mask: SourceMask, *, key: MaybeKey = None, taps: Taps = None
+    ) -> Memory:
         """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
-        keys = split(key, len(self.encoder) + 1)
-        x = dropout(self.embed_source(source), self.config.dropout, keys[0])
-
-        def run(layer: EncoderLayer, x: States, key: MaybeKey, taps: Taps) -> States:
-            return layer(x, source_mask, key, taps)
-
-        return run_layers(self.encoder, run, x, keys[1:], self.config, taps)
+        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
+        x = self.embed(table, source, self.positions("source", source.shape[1])[None])
+        return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
 
     def decode_states(
         self,
-        target_in: Int[Array, "B T"],
-        memory: Float[Array, "B S D"],
+        target_in: Target,
+        memory: Memory,
         target_mask: TargetMask,
         source_mask: SourceMask,
         *,
         key: MaybeKey = None,
         taps: Taps = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> States:
         """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
-        keys = split(key, len(self.decoder) + 1)
-        x = dropout(self.embed_target(target_in), self.config.dropout, keys[0])
-
-        def run(layer: DecoderLayer, x: States, key: MaybeKey, taps: Taps) -> States:
-            return layer(x, memory, target_mask, source_mask, key, taps)
-
-        return run_layers(self.decoder, run, x, keys[1:], self.config, taps)
+        positions = self.positions("target", target_in.shape[1])[None]
+        x = self.embed(self.embedding, target_in, positions)
+        context = (memory, target_mask, source_mask)
+        return run_layers(self.decoder, x, context, self.config, key, taps)
 
     def decode(
         self,
-        target_in: Int[Array, "B T"],
-        memory: Float[Array, "B S D"],
+        target_in: Target,
+        memory: Memory,
         target_mask: TargetMask,
         source_mask: SourceMask,
         *,
         key: MaybeKey = None,
-    ) -> Float[Array, "B T V"]:
+    ) -> Logits:
         """Logits [B, T, V]: `decode_states`, projected to the vocabulary."""
         states = self.decode_states(target_in, memory, target_mask, source_mask, key=key)
         return self.project(states)
 
-    def project(self, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def project(self, states: States) -> Logits:
         """The pre-softmax projection: states [B, T, D] -> logits [B, T, V]."""
         return project(states, self.output_table)
 
@@ -108,16 +100,6 @@ class Transformer(nnx.Module):
         share = self.config.share_embeddings
         return (self.output_embedding if share == "none" else self.embedding)[...]
 
-    def embed_source(self, source: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Source ids [B, S] -> the input [B, S, D] of the first encoder layer, before dropout."""
-        table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
-        return self.embed(table, source, self.positions("source", source.shape[1])[None])
-
-    def embed_target(self, target_in: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Target ids shifted right [B, T] -> the first decoder layer's input, before dropout."""
-        positions = self.positions("target", target_in.shape[1])
-        return self.embed(self.embedding, target_in, positions[None])
-
     def positions(self, side: Literal["source", "target"], length: int) -> Float[Array, "length D"]:
         """The table of positions 0 to length - 1 that `config.positions` asks for, [length, D]."""
         if self.config.positions == "sinusoidal":
@@ -125,9 +107,7 @@ class Transformer(nnx.Module):
         table = self.source_positions if side == "source" else self.target_positions
         return table[...][:length]
 
-    def embed(
-        self, table: nnx.Param, ids: Int[Array, "B T"], positions: Float[Array, "#B #T D"]
-    ) -> Float[Array, "B T D"]:
+    def embed(self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"]) -> States:
         """Ids [B, T] -> embedding times sqrt(D), plus position (sections 3.4, 3.5), [B, T, D]."""
         scaled = table[...][ids] * self.config.d_model**0.5
         return (scaled + positions).astype(self.dtype)
@@ -141,45 +121,51 @@ class Transformer(nnx.Module):
 
 def run_layers(
     layers: Sequence[nnx.Module],
-    run: Callable[[Any, States, MaybeKey, Taps], States],
     x: States,
-    keys: Sequence[MaybeKey],
+    context: tuple[Array, ...],
     config: ModelConfig,
+    key: MaybeKey = None,
     taps: Taps = None,
 ) -> States:
-    """Takes x [B, T, D] through the layers in order, through each with `run(layer, x, key, taps)`.
+    """Dropout on x [B, T, D], then each layer in order as `layer(x, *context, key, taps)`.
 
     `config.remat` keeps only the input of each layer for the backward pass and computes the rest
     again. `config.scan_layers` compiles one layer and loops over it; outside of this function the
     layers keep weights of their own, so that checkpoints do not know of it.
     """
+    first_key, *keys = split(key, len(layers) + 1)
+    x = dropout(x, config.dropout, first_key)
     if not layers:
         return x
     structure = nnx.split(layers[0])[0]  # all layers have the same
-    weights = [nnx.split(layer)[1] for layer in layers]
+    parts = list(zip([nnx.split(layer)[1] for layer in layers], keys, strict=True))
 
     def one(x, part):
         (weights, key), seen = part, None if taps is None else {}
-        x = run(nnx.merge(structure, weights), x, key, seen)
+        x = nnx.merge(structure, weights)(x, *context, key, seen)
         return x, seen  # returned, because a compiled function can hand out nothing else
 
     if config.remat:
         # A loop's body cannot be merged with its copy in the backward pass anyway.
         one = jax.checkpoint(one, prevent_cse=not config.scan_layers)
-    parts = list(zip(weights, keys, strict=True))
     if config.scan_layers:
         x, seen = jax.lax.scan(one, x, _stacked(parts))
     else:
-        if isinstance(x, jax.core.Tracer):
-            one = jax.jit(one)  # traced once, not for every layer; eagerly each call would compile
-        each = []
-        for part in parts:
-            x, seen = one(x, part)
-            each.append(seen)
-        seen = _stacked(each)
+        x, seen = _unrolled(one, x, parts)
     if taps is not None and seen is not None:
         taps.update(seen)
     return x
+
+
+def _unrolled(one: Callable[..., Any], x: States, parts: Sequence[Any]) -> tuple[States, Any]:
+    """The result of `jax.lax.scan` without its loop: one program with all layers in it."""
+    if isinstance(x, jax.core.Tracer):
+        one = jax.jit(one)  # traced once, not for every layer; eagerly each call would compile
+    each = []
+    for part in parts:
+        x, seen = one(x, part)
+        each.append(seen)
+    return x, _stacked(each)
 
 
 def _stacked(trees: Sequence[Any]) -> Any:
