@@ -1,12 +1,14 @@
 """Sampling: what may be drawn by truth table, how often by counting, and what a draw depends on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_min.decoding.sampling import draw, narrow
-from flaxformer_min.decoding.search import Search, greedy_search
+from flaxformer_min.decoding.sampling import narrow, sample
+from flaxformer_min.decoding.search import Search
 
 ROW = [0.05, 0.4, 0.1, 0.3, 0.15]
 
@@ -52,11 +54,9 @@ def draw_translations(keys, probabilities=ROW, length=3, rows=None, **options):
 
     limits = jnp.full(len(keys), length)
 
-    def choose(log_probs, index, keys):
-        return draw(narrow(log_probs, **options), keys, index)
-
-    search = Search(bos_id=7, eos_id=0, pad_id=8, length=length, rows=rows, choose=choose)
-    return jax.device_get(greedy_search(step_fn, {}, keys, limits, search))
+    search = Search(bos_id=7, eos_id=0, pad_id=8, length=length, rows=rows)
+    draw_from = functools.partial(narrow, **options)
+    return jax.device_get(sample(step_fn, {}, keys, limits, search, lambda keys: keys, draw_from))
 
 
 @pytest.mark.run

@@ -21,7 +21,7 @@ from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding import constraints
 from flaxformer_min.decoding.batches import rows_at_once
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.sampling import draw, narrow
+from flaxformer_min.decoding.sampling import narrow, sample
 from flaxformer_min.decoding.search import (
     Allowed,
     Hypotheses,
@@ -30,7 +30,6 @@ from flaxformer_min.decoding.search import (
     StepFn,
     Tokens,
     beam_search,
-    likeliest,
     take,
 )
 from flaxformer_min.decoding.sentences import PaddedSentences
@@ -94,8 +93,14 @@ def search_batch(
     if options.sample:
         sentences = _repeat(sentences, options.n_best)
     limits = _limits(sentences, options, longest, tokenizer.pad_id)
-    found = beam_search(mean_step(models), caches, sentences, limits, search)
-    return _rank_draws(found, options.n_best) if options.sample else found
+    if not options.sample:
+        return beam_search(mean_step(models), caches, sentences, limits, search)
+    draw_from = functools.partial(
+        narrow, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
+    )
+    keys = functools.partial(_keys, options.seed)
+    found = sample(mean_step(models), caches, sentences, limits, search, keys, draw_from)
+    return _rank_draws(found, options.n_best)
 
 
 def _search_settings(
@@ -115,7 +120,6 @@ def _search_settings(
         rows=rows_at_once(width),
         prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
-        choose=functools.partial(_draw, options) if options.sample else likeliest,
         move=lambda caches, parents: [cache.moved(parents) for cache in caches],
     )
 
@@ -189,14 +193,6 @@ def _repeat(sentences: PaddedSentences, count: int) -> PaddedSentences:
     repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), sentences)
     numbers = jnp.arange(len(repeated.draws), dtype=repeated.draws.dtype) % count
     return repeated._replace(draws=repeated.draws.at[:, 1].set(numbers))
-
-
-def _draw(
-    options: Options, log_probs: Float[Array, "B V"], index: Index, ready: Ready
-) -> Int[Array, "B 1"]:
-    """The next token of each sentence, drawn as the options say."""
-    likely = narrow(log_probs, options.temperature, options.top_k, options.top_p)
-    return draw(likely, _keys(options.seed, ready), index)
 
 
 def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:

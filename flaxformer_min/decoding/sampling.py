@@ -1,8 +1,13 @@
 """Sampling: translations drawn token by token from the model's distribution."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from flaxformer_min.decoding.search import Hypotheses, Search, StepFn, greedy_search
 
 
 def narrow(
@@ -40,3 +45,27 @@ def draw(
     """
     step_keys = jax.vmap(jax.random.fold_in)(keys, index)
     return jax.vmap(jax.random.categorical)(step_keys, log_probs)[:, None]
+
+
+def sample(
+    step_fn: StepFn,
+    cache: PyTree,
+    sentences: PyTree,
+    max_lengths: Int[Array, " Q"],
+    search: Search,
+    keys: Callable[[PyTree], Key[Array, " B"]],
+    draw_from: Callable[[Float[Array, "B V"]], Float[Array, "B V"]] = narrow,
+) -> Hypotheses:
+    """A translation of each sentence drawn with a key of its own: [Q, 1, T].
+
+    `keys` gives the keys of the B sentences at work from what `search.prepare` gives of them. Each
+    token is drawn from what `draw_from` makes of the log-probabilities of the allowed tokens. The
+    log_probs and scores of the result are the model's own. All other arguments are those of
+    `greedy_search`.
+    """
+
+    def choose(log_probs: Float[Array, "B V"], index: Int[Array, " B"], ready: PyTree):
+        return draw(draw_from(log_probs), keys(ready), index)
+
+    search = dataclasses.replace(search, choose=choose)
+    return greedy_search(step_fn, cache, sentences, max_lengths, search)
