@@ -80,6 +80,7 @@ def test_a_row_worked_out_by_hand():
     np.testing.assert_allclose(output[0, 0, 0], [0.4, 0.1, 21.0], rtol=1e-6)
 
 
+@pytest.mark.run
 def test_keys_in_blocks_give_what_all_keys_at_once_give(inputs, mask):
     query, key, value = inputs
     wanted = attention(query, 3 * key, value, mask)  # the largest score may be in any block
@@ -88,6 +89,7 @@ def test_keys_in_blocks_give_what_all_keys_at_once_give(inputs, mask):
     assert not np.any(found[0, :, 2])  # no allowed key
 
 
+@pytest.mark.run
 def test_a_block_that_is_not_needed_is_not_read_and_reading_it_changes_no_bit(inputs, mask):
     query, key, value = inputs
     mask = mask.at[..., 5:].set(False)
@@ -237,6 +239,7 @@ def test_bfloat16_inputs_get_a_float32_softmax_and_a_bfloat16_output(inputs, mas
     np.testing.assert_allclose(output.astype(jnp.float32), exact[0], atol=2e-2)
 
 
+@pytest.mark.run
 def test_blocks_in_bfloat16_are_summed_in_float32():
     """The first half of 1,022 values is 1: a sum in bfloat16 would lose units from 256 on."""
     ones = jnp.ones((1, 1, 1022, K), jnp.bfloat16)
@@ -248,6 +251,7 @@ def test_blocks_in_bfloat16_are_summed_in_float32():
     np.testing.assert_array_equal(found.astype(jnp.float32), [[[[0.5]]]])
 
 
+@pytest.mark.run
 def test_float64_inputs_stay_float64(inputs, mask):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
@@ -260,6 +264,7 @@ def test_float64_inputs_stay_float64(inputs, mask):
     np.testing.assert_allclose(output[1, 2], wanted, atol=1e-14)
 
 
+@pytest.mark.run
 def test_dropout_acts_on_the_weights_that_are_read_and_not_on_those_returned():
     query, key = normal(1, 2, 3, 41, K), normal(2, 2, 3, 43, K)
     identity = jnp.broadcast_to(jnp.eye(43), (2, 3, 43, 43))  # the output is what was read
@@ -277,6 +282,7 @@ def test_dropout_acts_on_the_weights_that_are_read_and_not_on_those_returned():
 # Multi-head attention
 
 
+@pytest.mark.run
 def test_multi_head_attention_is_its_heads_concatenated_and_projected():
     params = random_params()["decoder"][1]["cross_attention"]
     layer = build(CONFIG, random_params()).decoder[1].cross_attention

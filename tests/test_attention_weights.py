@@ -36,6 +36,7 @@ def weights(model) -> AttentionWeights:
     return jax.device_get(attention_weights(model, SOURCE, TARGET, **IDS))
 
 
+@pytest.mark.run
 def test_the_weights_are_those_that_the_forward_pass_uses(model, weights, monkeypatch):
     used = []
 

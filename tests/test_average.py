@@ -23,6 +23,7 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import CheckpointError
 
 
+@pytest.mark.run
 def test_an_average_is_the_float32_mean_of_the_last_by_step_number(tmp_path):
     steps = [10000, 800, 1000, 900]  # neither the order of time nor that of text
     saved(tmp_path / "run", *steps)
@@ -46,6 +47,7 @@ def test_a_checkpoint_that_is_there_because_a_run_was_stopped_is_passed_by(tmp_p
         average(tmp_path / "run", tmp_path / "more", last=3)
 
 
+@pytest.mark.run
 def test_an_average_refuses_what_does_not_belong_together(tmp_path):
     run, mean = tmp_path / "run", tmp_path / "mean"
     saved(run, 5, 11)

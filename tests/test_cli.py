@@ -322,6 +322,7 @@ def test_a_bug_of_the_program_is_not_dressed_up(corpus, tmp_path, monkeypatch):
         main(*tiny_train(corpus, tmp_path))
 
 
+@pytest.mark.run
 def test_an_error_leaves_a_process_as_one_line_and_its_status(corpus, tmp_path):
     arguments = tiny_train(corpus, tmp_path, "--data.vocab_size", "5000")[1:]
     command = [sys.executable, "train.py", *map(str, arguments)]

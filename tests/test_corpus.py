@@ -321,6 +321,7 @@ HOSTILE = {  # bytes of both files, and the pairs they are
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("shape", HOSTILE)
 def test_hostile_files_become_a_tokenizer_and_the_pairs_they_hold(tmp_path, shape):
     *contents, pairs = HOSTILE[shape]

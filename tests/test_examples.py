@@ -23,6 +23,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("name", "start"), [("pre_norm", np.log(20)), ("decoder_only", np.log(256))]
 )
@@ -32,6 +33,7 @@ def test_an_example_begins_at_the_loss_of_a_guess_and_learns(name, start):
     assert losses[-1] < 0.85 * start
 
 
+@pytest.mark.run
 def test_the_thirty_lines_of_the_readme_run_and_print_what_they_say():
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     assert len([line for line in code.splitlines() if line]) <= 32

@@ -42,6 +42,7 @@ def assert_normed_after_each_sublayer(x, inputs, output):
         np.testing.assert_allclose(normed.var(-1), 1, atol=1e-3, err_msg=message)
 
 
+@pytest.mark.run
 def test_an_encoder_layer_norms_after_each_of_its_two_sublayers(inputs):
     x = states(SOURCE, 1)
     output = EncoderLayer(CONFIG, rngs=nnx.Rngs(0))(x, padding_mask(SOURCE))
@@ -49,6 +50,7 @@ def test_an_encoder_layer_norms_after_each_of_its_two_sublayers(inputs):
     assert_normed_after_each_sublayer(x, inputs, output)
 
 
+@pytest.mark.run
 def test_a_decoder_layer_norms_after_each_of_its_three_sublayers(inputs):
     x, memory = states(TARGET_IN, 2), states(SOURCE, 3)
     target_mask = padding_mask(TARGET_IN) & causal_mask(TARGET_IN.shape[1])

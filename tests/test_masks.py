@@ -127,6 +127,7 @@ def test_encoder_positions_read_every_real_token_and_no_padding_in_one_layer(lea
     np.testing.assert_array_equal(table[:, :5], np.maximum(READABLE, np.eye(5, dtype=int)))
 
 
+@pytest.mark.run
 def test_future_target_tokens_and_padding_do_not_move_earlier_states(learned):
     memory = encode_alone(learned)
     table = influence(
@@ -141,6 +142,7 @@ def test_every_target_position_reads_the_whole_source_and_not_its_padding(learne
     np.testing.assert_array_equal(table, np.tile(READABLE, (6, 1)))
 
 
+@pytest.mark.run
 def test_changing_future_tokens_changes_no_bit_of_earlier_logits():
     params = random_params()
     logits = compiled_forward(CONFIG, params, SOURCE, TARGET_IN)[1]
@@ -151,6 +153,7 @@ def test_changing_future_tokens_changes_no_bit_of_earlier_logits():
         assert (np.abs(other[:, t:] - logits[:, t:]).max(-1) > 0).all()
 
 
+@pytest.mark.run
 def test_what_padding_is_embedded_as_does_not_matter():
     params = random_params(LEARNED)
     changed = params | {"embedding": params["embedding"].at[0].set(1e3)}

@@ -66,6 +66,7 @@ def reference_forward(weights, source, target_in):
     return np.stack(memory), np.stack([reference.decode(weights, *row) for row in rows])
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_memory_and_logits_equal_the_numpy_reference(config):
     params = random_params(config)
@@ -88,6 +89,7 @@ def test_float64_weights_give_the_reference_to_the_last_digits():
     np.testing.assert_allclose(logits, wanted[1], atol=1e-12)
 
 
+@pytest.mark.run
 def test_a_padded_sentence_equals_the_reference_on_the_sentence_alone(params, outputs):
     weights = reference_weights(params, CONFIG)
     for row in range(len(SOURCE)):
@@ -158,6 +160,7 @@ PREFIXES = padded_ids(3, [TARGET_LENGTH] * 5 * HYPOTHESES, TARGET_LENGTH)
 PREFIXES = PREFIXES.reshape(5, HYPOTHESES, TARGET_LENGTH)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", ["paper", "learned positions"])
 def test_cached_decoding_equals_the_full_forward_at_every_position(name):
     config, params = VARIANTS[name], random_params(VARIANTS[name])
@@ -269,6 +272,7 @@ def test_only_tokens_that_occur_move_their_embedding():
         assert set(moved) == set(np.unique(ids))
 
 
+@pytest.mark.run
 def test_embeddings_start_with_the_variance_of_a_unit_normal():
     # sqrt(D) brings them up to the positions' size, which lies in [-1, 1].
     config = dataclasses.replace(NO_LAYERS, d_model=512)
@@ -312,6 +316,7 @@ def test_dropout_keeps_the_promised_share_and_the_mean():
         assert not (kept.all(axes) | ~kept.any(axes)).mean() > 0.5
 
 
+@pytest.mark.run
 def test_the_key_decides_dropout_and_no_key_means_none(params, outputs):
     keys = [jax.random.key(seed) for seed in (0, 0, 1)]
     first, again, other = (forward(CONFIG, params, SOURCE, TARGET_IN, key)[1] for key in keys)
@@ -336,6 +341,7 @@ def test_dropout_is_on_embeddings_and_sublayers_but_not_on_the_residual(params):
     np.testing.assert_allclose(memory, np.broadcast_to(states, memory.shape), atol=1e-5)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("option", "kernel"), [("attention_dropout", "value"), ("ffn_dropout", "down")]
 )
@@ -347,6 +353,7 @@ def test_the_optional_dropouts_act_on_weights_and_on_activations(params, option,
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("rate", "sites"), [(0.0, 1 + 2 * 2 + 1 + 2 * 3), (0.2, 22)])
 def test_every_dropout_draws_from_a_key_of_its_own(params, monkeypatch, rate, sites):
     # Embeddings and sublayers; with the options also 3 attentions and 2 networks a layer.
@@ -369,6 +376,7 @@ def test_every_dropout_draws_from_a_key_of_its_own(params, monkeypatch, rate, si
 # Precision
 
 
+@pytest.mark.run
 def test_bfloat16_compute_stays_close_and_keeps_float32_weights(params, outputs):
     config = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(split_model(config, 31)[1])} == {"float32"}
@@ -397,6 +405,7 @@ def test_softmax_and_norms_are_float32_under_bfloat16_compute(params):
 # Parameters
 
 
+@pytest.mark.run
 def test_initialisation_is_xavier_with_fans_d_and_h_times_k():
     config = ModelConfig(num_layers=1, d_model=128, d_ff=307, num_heads=6, d_k=31, d_v=53)
     params = nnx.to_pure_dict(nnx.state(Transformer(config, 1009, rngs=nnx.Rngs(3))))
@@ -418,6 +427,7 @@ def test_initialisation_is_xavier_with_fans_d_and_h_times_k():
     assert seen == {*fans, "embedding", "scale", "bias", "up_bias", "down_bias"}
 
 
+@pytest.mark.run
 def test_every_matrix_starts_from_numbers_of_its_own():
     model = Transformer(VARIANTS["nothing shared"], VOCAB_SIZE, rngs=nnx.Rngs(0))
     first = [float(leaf[0, 0]) for leaf in jax.tree.leaves(nnx.state(model)) if leaf.ndim == 2]
@@ -454,6 +464,7 @@ def test_layers_that_are_alike_are_traced_once(knobs):
     assert len(seen) == 1
 
 
+@pytest.mark.run
 def test_shapes_and_weights_come_from_modules_that_were_built_once(monkeypatch):
     built = []
 

@@ -38,10 +38,12 @@ def render(category: str, style: str, value: object, language: str) -> str:
     return CATEGORIES[category].render(value, style, Locale.parse(language))
 
 
+@pytest.mark.run
 def test_no_english_source_has_two_german_targets(training: list[Phrase]) -> None:
     assert sources_with_two_targets(training) == []
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("source", "target"), [("en", "fr"), ("de", "en"), ("fr", "de"), ("ja", "en"), ("ar", "en")]
 )
@@ -59,6 +61,7 @@ def test_a_language_that_writes_two_values_alike_is_asked_for_one_of_them() -> N
     assert {count > 0 for count, span in drawn if span == "week"} == {True, False}
 
 
+@pytest.mark.run
 def test_training_holds_no_test_or_validation_source(training: list[Phrase]) -> None:
     test, validation = (
         {p.source for p in draw(split, 500, "en", "de")} for split in ("test", "validation")
@@ -116,6 +119,7 @@ def test_a_phrase_is_the_same_on_every_machine(
     assert phrase(split, index, "en", "de")[:2] == expected
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "language",
     [

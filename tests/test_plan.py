@@ -23,6 +23,7 @@ from tools import tiny_config
 # FLOPs
 
 
+@pytest.mark.run
 def test_the_formula_agrees_with_xlas_count():
     config = tiny_config.get_config(".")
     model = ModelConfig(
@@ -103,6 +104,7 @@ def test_a_plan_knows_the_bytes_of_a_device(planned):
     assert planned.hours is None and not planned.advice
 
 
+@pytest.mark.run
 def test_json_and_table_say_the_same(planned):
     tree, text = json.loads(to_json(planned)), to_text(planned)
     assert tree["fits"] and tree["devices"] == 8 and tree["versions"]["jax"] == jax.__version__

@@ -92,6 +92,7 @@ def _parameters(model: ModelConfig, vocab_size: int) -> int:
     return count_parameters(split_model(model, vocab_size)[1])
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", SPECS)
 def test_every_recipe_has_the_parameters_of_the_formula(name: str) -> None:
     model = load_config(SPECS[name], []).model

@@ -58,6 +58,7 @@ def bleu(value: float) -> dict:
     return {"bleu": {"score": value}, "validation_loss": value}
 
 
+@pytest.mark.run
 def test_retention_keeps_the_best_and_the_last_when_scores_only_get_worse(tmp_path):
     with opened(tmp_path, keep_last=2, keep_best=1) as checkpoints:
         for step, value in ((2, 30.0), (3, None), (5, 20.0), (7, 10.0), (11, None)):
@@ -68,6 +69,7 @@ def test_retention_keeps_the_best_and_the_last_when_scores_only_get_worse(tmp_pa
         assert checkpoints.steps() == [2, 7, 11]
 
 
+@pytest.mark.run
 def test_an_interim_checkpoint_is_gone_as_soon_as_a_newer_one_is_there(tmp_path):
     with opened(tmp_path, keep_last=2, keep_best=0) as checkpoints:
         for step, interim, there in (
@@ -85,6 +87,7 @@ def test_an_interim_checkpoint_is_gone_as_soon_as_a_newer_one_is_there(tmp_path)
             assert checkpoints.latest_good() == step
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("metric", "best"), [("bleu", 7), ("loss", 3)])
 def test_the_best_is_the_best_by_the_metric_of_the_config(tmp_path, metric, best):
     with opened(tmp_path, keep_last=1, keep_best=1, best_metric=metric) as checkpoints:
@@ -111,6 +114,7 @@ def test_evaluation_and_progress_come_back_as_they_were_saved(tmp_path):
 # ---- Damage
 
 
+@pytest.mark.run
 def test_the_newest_good_checkpoint_is_used_instead_of_damaged_ones(tmp_path, caplog):
     root = saved(tmp_path, 5, 11, 17)
     files = [next((root / "11" / "arrays" / "params" / "d").iterdir()), root / "17" / "meta.json"]
@@ -179,6 +183,7 @@ def test_a_start_removes_what_is_half_written_or_half_deleted_and_nothing_else(t
     assert names(tmp_path) == sorted(["5", "11", *others])
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("older", [False, True])
 def test_a_sealed_partial_counts_and_a_start_gives_it_its_name(tmp_path, older):
     root = saved(tmp_path, 5, 11)

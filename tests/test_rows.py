@@ -42,6 +42,7 @@ def count_down(sentences: list[int], rows: int, wanted: list[bool] | None = None
     return jax.device_get(found), len(taken), prepared
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 12])
 def test_every_sentence_gets_its_own_steps_whatever_the_rows(rows):
     sentences = [3, 7, 1, 1, 5, 2, 11, 1, 4, 4, 1, 6]

@@ -76,6 +76,7 @@ def test_tokens_come_as_often_as_they_are_likely_and_scores_are_the_model_s():
         assert (found.finished[:, 0] == [ids[-1] == 0 for ids in tokens]).all()
 
 
+@pytest.mark.run
 def test_draws_are_made_in_float64_where_jax_is():
     with jax.enable_x64(True):
         found = draw_translations(jax.random.split(jax.random.key(7), 3))

@@ -70,6 +70,7 @@ def search_tables(tables: list, beam: int, alpha: float, n_best: int) -> Hypothe
     return jax.device_get(jax.jit(search)({}))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("tables", "beam", "alpha", "expected"),
     [
@@ -100,6 +101,7 @@ def test_tables_of_tensor2tensor_are_reproduced(tables, beam, alpha, expected):
             assert found.finished[sentence, rank] == (tokens[-1] == 1)
 
 
+@pytest.mark.run
 def test_a_search_for_one_stops_before_a_search_for_two():
     """Table A: after two steps the best is settled, the second best is not."""
     steps = []
@@ -263,6 +265,7 @@ def test_fairseq_sentences_are_reproduced_without_penalty():
         np.testing.assert_allclose(found.scores[sentence, rank], score, atol=1e-6)
 
 
+@pytest.mark.run
 def test_a_wide_beam_finds_what_exhaustive_search_finds_in_its_order():
     """200 random models, every prefix kept; finished and, after them, unfinished hypotheses."""
     length, vocab, n_best = 4, 4, 60  # 40 sequences can finish; 20 of the 81 unfinished follow
@@ -283,6 +286,7 @@ def test_a_wide_beam_finds_what_exhaustive_search_finds_in_its_order():
                 np.testing.assert_allclose(found.scores[i, rank], score, atol=1e-5)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("beam", [2, 3, 5])
 def test_stopping_early_changes_no_result(beam):
     """A search without any stop rule, on lists, gives the same n best for every n and penalty."""
@@ -302,6 +306,7 @@ def test_stopping_early_changes_no_result(beam):
 # --- In few lines ---------------------------------------------------------------------------------
 
 
+@pytest.mark.run
 def test_a_search_needs_ids_and_a_length_and_has_the_beam_and_the_penalty_of_the_paper():
     """Always: EOS (1) with probability 0.4, token 2 with 0.6, so EOS at once is the best."""
 
@@ -351,6 +356,7 @@ def test_beam_one_is_greedy_and_follows_the_likeliest_token():
     assert len(set(ends)) > 2
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("beam", [1, 3])
 def test_a_sentence_gives_the_same_bits_alone_among_neighbours_and_after_others_in_its_row(beam):
     length, vocab, batch = 6, 4, 14
@@ -382,6 +388,7 @@ def test_a_sentence_gives_the_same_bits_alone_among_neighbours_and_after_others_
         )
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("beam", [1, 2])
 def test_every_sentence_keeps_its_own_limit_and_unfinished_ones_are_scored_at_it(beam):
     """Both tokens are equally likely and EOS is not: only the limit ends a sentence."""
@@ -406,6 +413,7 @@ def test_an_unfinished_hypothesis_ranks_after_a_less_likely_finished_one():
     np.testing.assert_allclose(found.scores[0], np.log([0.1, 0.9]), rtol=1e-6)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("beam", [1, 3])
 def test_forbidden_ids_never_come_and_scores_are_not_renormalised(beam):
     length, vocab = 4, 5
@@ -436,6 +444,7 @@ def test_places_without_a_hypothesis_are_empty():
     assert found.tokens[0].tolist() == [[0, 3, 3, 3], [3, 3, 3, 3], [3, 3, 3, 3]]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("beam", [1, 2])
 @pytest.mark.parametrize(("row", "forbidden"), [([NONE, NONE], ()), ([-0.7, -0.7], (0, 1))])
 def test_where_nothing_is_possible_there_is_no_hypothesis(row, forbidden, beam):
@@ -473,6 +482,7 @@ def test_equal_candidates_come_in_the_order_of_beams_and_ids():
     assert [ids(found, 0, rank) for rank in range(3)] == [[3], [0, 3], [0, 0, 3]]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("size", [1, 7, 127, 131, 251 * 5, 97 * 64])
 def test_top_k_is_that_of_jax_ties_included(size):
     rng = np.random.default_rng(size)

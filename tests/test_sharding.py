@@ -165,6 +165,7 @@ def test_devices_exchange_no_logits_and_no_batch(programs, sizes):
         assert logits > activations
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 2, 2)])
 def test_the_loss_and_its_gradients_are_those_of_one_device(sizes):
     rng = np.random.default_rng(7)

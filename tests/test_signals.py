@@ -36,6 +36,7 @@ def started(deferring: bool, rounds: int) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("deferring", "signals", "status"),
     [
@@ -54,6 +55,7 @@ def test_a_second_signal_ends_the_process_while_it_is_in_a_long_call(deferring, 
     assert (process.returncode, output) == (status, "")
 
 
+@pytest.mark.run
 def test_a_first_signal_in_a_long_call_is_known_when_it_comes_back():
     with started(True, SHORT) as process:
         process.send_signal(signal.SIGTERM)

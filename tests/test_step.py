@@ -77,6 +77,7 @@ def test_the_loss_counts_target_tokens_with_eos_and_no_padding():
     assert abs(float(loss) - np.log(VOCAB)) < 1
 
 
+@pytest.mark.run
 def test_filler_rows_and_more_padding_do_not_change_loss_or_gradient():
     params, short = fresh_state().params, ragged_batch((3, 5))
     longer = Batch(*(np.pad(side, ((0, 5), (0, 2))) for side in short))
@@ -117,6 +118,7 @@ def whole_gradient(dtype):
     return gradient_of(dtype, 1, 1)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("dtype", "accumulation", "devices"),
     [("float32", 4, 2), ("float64", 2, 4)],
@@ -144,6 +146,7 @@ def narrowed(jaxpr) -> list[str]:
     return found
 
 
+@pytest.mark.run
 def test_with_float64_weights_nothing_is_rounded_to_float32():
     step = make_train_step(make_loss(GRAPHDEF, **KEYWORDS, smoothing=0.1), OPTIMIZER, 2)
     with jax.enable_x64(True):
@@ -155,6 +158,7 @@ def test_with_float64_weights_nothing_is_rounded_to_float32():
     assert narrowed(jaxpr.jaxpr) == []
 
 
+@pytest.mark.run
 def test_a_batch_of_filler_rows_alone_gives_finite_numbers():
     state, metrics = make_step()(fresh_state(), ragged_batch((0,) * 8), KEY)
     assert metrics.tokens == 0 and metrics.loss == 0
@@ -198,6 +202,7 @@ def broken_step(where: str):
     return jax.jit(make_train_step(broken_loss, OPTIMIZER))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("where", ["loss", "gradient", "activations"])
 def test_a_step_that_is_not_finite_leaves_everything_but_the_counters(where):
     good, bad, batch = make_step(), broken_step(where), ragged_batch()
@@ -217,6 +222,7 @@ def test_a_step_that_is_not_finite_leaves_everything_but_the_counters(where):
     )
 
 
+@pytest.mark.run
 def test_dropout_depends_on_step_and_key_and_on_nothing_else():
     model = ModelConfig(num_layers=1, d_model=16, d_ff=32, num_heads=2, d_k=8, d_v=8, dropout=0.3)
     step, batch = make_step(graphdef=split_model(model, VOCAB)[0]), ragged_batch()
@@ -230,6 +236,7 @@ def test_dropout_depends_on_step_and_key_and_on_nothing_else():
     assert loss(state, KEY) != loss(state._replace(step=state.step + 1), KEY)
 
 
+@pytest.mark.run
 def test_training_on_one_batch_learns_it_by_heart():
     step, batch, state = make_step(smoothing=0.0), ragged_batch(), fresh_state()
     for _ in range(150):
@@ -237,6 +244,7 @@ def test_training_on_one_batch_learns_it_by_heart():
     assert metrics.loss < 0.1
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
 def test_a_mesh_of_devices_takes_the_same_step_as_one_device(sizes):
     config = MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2])

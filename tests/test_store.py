@@ -53,6 +53,7 @@ def workdir(two_steps: Path, tmp_path: Path) -> Path:
 # ---- Saving and restoring
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_a_state_saved_on_four_devices_comes_back_bit_by_bit_on_others(tmp_path, devices):
     state = make_state(13)
@@ -203,6 +204,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.undo()
 
 
+@pytest.mark.run
 def test_a_save_that_is_killed_before_any_step_of_it_leaves_the_old_or_the_new_one(
     two_steps, tmp_path, killed_at
 ):
@@ -259,6 +261,7 @@ while True:
 """
 
 
+@pytest.mark.run
 def test_kill_minus_nine_during_saves_leaves_no_counted_checkpoint_unreadable(tmp_path):
     config = config_to_json(CONFIG).replace('"keep_last": 9', '"keep_last": 2')
     script = [sys.executable, "-c", SAVE_UNTIL_KILLED, str(tmp_path), config]
@@ -311,6 +314,7 @@ with Checkpoints(workdir, config, tokenizer) as checkpoints:
 """
 
 
+@pytest.mark.run
 def test_what_is_reported_as_saved_is_on_the_disk_and_failures_are_loud(tmp_path):
     """A limit on the size of files is what a full disk looks like to a writer."""
     limits = [None, 0, 1, 70, 300, 600, 1_100, 3_000, 9_000, 40_000, 200_000, 400_000, None]

@@ -125,6 +125,7 @@ def log_probability(forced: Callable, source: list[int], target: list[int]) -> f
     return forced(source, target)[np.arange(len(target)), target].sum()
 
 
+@pytest.mark.run
 def test_every_line_has_its_translation_and_blank_ones_an_empty_one(translator):
 
     def read_ids(line: str) -> list[int]:
@@ -243,6 +244,7 @@ def test_a_line_too_long_is_translated_from_its_first_tokens_with_one_warning(tr
     assert [record.getMessage()[:7] for record in caplog.records] == ["line 1:"]
 
 
+@pytest.mark.run
 def test_new_weights_and_more_lines_compile_nothing_new(tokenizer):
     translator = Translator(CONFIG, tokenizer, random_params(3, tokenizer))
     few, many = sentences(3, seed=6), sentences(140, seed=7)
@@ -261,6 +263,7 @@ def test_new_weights_and_more_lines_compile_nothing_new(tokenizer):
     assert translator.translate(few) == before
 
 
+@pytest.mark.run
 def test_a_saved_checkpoint_translates_as_the_live_weights(translator, tmp_path):
     tokenizer = translator.tokenizer
     with Checkpoints(tmp_path, CONFIG, tokenizer) as checkpoints:
@@ -349,6 +352,7 @@ def test_the_n_best_are_different_and_sorted_and_the_best_is_that_of_the_search(
             np.testing.assert_allclose(each.score, each.log_prob / penalty, rtol=1e-5)
 
 
+@pytest.mark.run
 def test_draws_follow_from_seed_and_line_and_have_true_scores(translator, forced):
     lines = sentences(7, seed=14)
     options = Options(sample=True, n_best=3, seed=1, temperature=0.8, top_k=50)
@@ -470,6 +474,7 @@ def test_models_of_different_tokenizers_make_no_ensemble(tokenizer, translator, 
     assert Translator.load("b").step == 7
 
 
+@pytest.mark.run
 def test_scores_are_the_training_loss_without_smoothing(translator):
     tokenizer = translator.tokenizer
     pairs = list(zip(sentences(9, seed=3), sentences(9, seed=4), strict=True))

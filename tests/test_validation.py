@@ -36,6 +36,7 @@ def validation_with(translate, tiny, data):
     return Validation(tiny, data, graphdef, mesh, translate), params
 
 
+@pytest.mark.run
 def test_translations_in_any_order_go_to_their_lines_and_what_is_left_out_is_blank(
     tiny, data, corpus, references
 ):

@@ -74,6 +74,7 @@ with hold(pathlib.Path(sys.argv[1]), config_from_json(sys.argv[2])):
 """
 
 
+@pytest.mark.run
 def test_a_second_run_is_refused_while_the_first_lives(tiny, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path), config_to_json(tiny)],
