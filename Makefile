@@ -31,7 +31,7 @@ check: lint
 	.venv/bin/python -m tools.house --short
 
 test: lint
-	$(PYTEST) --durations=25
+	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled $(PYTEST) --durations=25
 	.venv/bin/python -m tools.house --short
 
 reliability: .venv/installed
