@@ -2,7 +2,8 @@
 
 The paper's model is post-norm, LayerNorm(x + Dropout(Sublayer(x))). Most later models are pre-norm,
 x + Dropout(Sublayer(LayerNorm(x))), with one more norm behind each stack. Everything that differs
-stands here; the package is used as it is.
+stands here; the package is used as it is. The decoder that keeps a cache (model/cached.py) does not
+call `decode_states`, so whoever searches with this model adds the last norm there as well.
 """
 
 import jax

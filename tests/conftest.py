@@ -27,7 +27,7 @@ import jax
 import pytest
 
 from flaxformer_min.config import Config
-from flaxformer_min.training import loop as training
+from flaxformer_min.training import loop
 from tools import tiny_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -81,6 +81,6 @@ def finished(tiny, made_once) -> Path:
     """
 
     def train(workdir: Path) -> None:
-        assert training.run(tiny, workdir) == 0
+        assert loop.run(tiny, workdir) == 0
 
     return made_once("finished", train)

@@ -11,7 +11,7 @@ from flax import nnx
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.decoding.attention_file import attention_file
 from flaxformer_min.errors import UserError
-from flaxformer_min.model import layers as blocks
+from flaxformer_min.model import layers
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.teacher_forcing import forced_states
 from flaxformer_min.model.transformer import Transformer
@@ -45,8 +45,8 @@ def test_the_weights_are_those_that_the_forward_pass_uses(model, weights, monkey
         used.append(np.asarray(seen))
         return output, seen
 
-    original = blocks.attend
-    monkeypatch.setattr(blocks, "attend", attend)
+    original = layers.attend
+    monkeypatch.setattr(layers, "attend", attend)
     forced_states(model, SOURCE, TARGET, **IDS)
     assert len(used) == 3 * LAYERS
     for layer in range(LAYERS):

@@ -15,7 +15,7 @@ from flaxformer_min import cli
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.system.sealed import CheckpointError
-from flaxformer_min.training import loop as training
+from flaxformer_min.training import loop
 from tools import tiny_config
 
 ROOT = Path(__file__).parent.parent
@@ -308,7 +308,7 @@ def test_what_can_be_foreseen_is_one_line(
     def run(*_, **__):
         raise error
 
-    monkeypatch.setattr(training, "run", run)
+    monkeypatch.setattr(loop, "run", run)
     assert main(*tiny_train(corpus, tmp_path)) == status
     if line is None:
         assert capfd.readouterr().err == ""
@@ -317,7 +317,7 @@ def test_what_can_be_foreseen_is_one_line(
 
 
 def test_a_bug_of_the_program_is_not_dressed_up(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "run", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(loop, "run", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(*tiny_train(corpus, tmp_path))
 

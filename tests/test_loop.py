@@ -28,9 +28,8 @@ from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
-from flaxformer_min.training import loop as training
+from flaxformer_min.training import loop, validation
 from flaxformer_min.training import step as training_step
-from flaxformer_min.training import validation
 from flaxformer_min.training.loop import Trainer
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.prepared_data import prepare_data
@@ -82,10 +81,10 @@ def test_a_run_learns_and_keeps_what_it_was_told_to_keep(finished):
 
 
 def test_a_run_with_more_steps_goes_on_and_ends_like_one_never_stopped(tiny, finished, tmp_path):
-    assert training.run(changed(tiny, "train", steps=100), tmp_path, profile_steps=2) == 0
+    assert loop.run(changed(tiny, "train", steps=100), tmp_path, profile_steps=2) == 0
     assert losses(tmp_path) == losses(finished)[:100]
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-    assert training.run(tiny, tmp_path) == 0
+    assert loop.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
 
 
@@ -115,9 +114,9 @@ def test_a_run_stopped_in_every_phase_ends_like_one_never_stopped(tiny, finished
     ]
     for owner, name, call, steps in phases:
         with signalled_in(owner, name, call):
-            assert training.run(tiny, tmp_path) == 143
+            assert loop.run(tiny, tmp_path) == 143
         assert steps_of(tmp_path) == steps
-    assert training.run(tiny, tmp_path) == 0
+    assert loop.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
     assert not (tmp_path / "checkpoints" / "118").exists()
 
@@ -144,7 +143,7 @@ def test_a_stopped_process_leaves_no_child_and_the_same_command_goes_on(
             os.killpg(process.pid, 0)
         done = max(json.loads(line)["step"] for line in log_lines(tmp_path))
         assert steps_of(tmp_path)[-1] == done < tiny.train.steps
-    assert training.run(tiny, tmp_path) == 0
+    assert loop.run(tiny, tmp_path) == 0
     assert_ended_alike(tmp_path, finished)
 
 
@@ -160,7 +159,7 @@ def test_a_finished_run_run_again_does_nothing_and_says_so(tiny, finished, tmp_p
 
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     before = content()
-    assert training.run(tiny, tmp_path) == 0
+    assert loop.run(tiny, tmp_path) == 0
     assert "is finished, at step 200; nothing to do" in capsys.readouterr().err
     assert content() == before
 
@@ -180,7 +179,7 @@ def test_training_on_other_text_than_before_is_refused(tiny, finished, tmp_path)
         file.write("X")
     before = (workdir / "config.json").read_bytes()
     with pytest.raises(UserError, match=r"data\.train: .* was trained on other text"):
-        training.run(changed(elsewhere, "train", steps=300), workdir)
+        loop.run(changed(elsewhere, "train", steps=300), workdir)
     assert (workdir / "config.json").read_bytes() == before
 
 
@@ -218,7 +217,7 @@ def test_what_keeps_a_program_from_being_compiled_ahead_ends_the_run(tiny, tmp_p
 
     monkeypatch.setattr(training_step, "make_loss", lambda *_, **__: failing)
     with pytest.raises(MemoryError, match="no room for the program"):
-        training.run(tiny, tmp_path)
+        loop.run(tiny, tmp_path)
     assert not losses(tmp_path)
 
 
@@ -258,13 +257,13 @@ def test_patience_ends_a_run_for_good_and_survives_a_stop(tiny, tmp_path, monkey
         tiny, "train", steps=300, evaluate_every=50, patience=2, best_metric="loss", keep_last=2
     )
     with signalled_in(Trainer, "step", 170):
-        assert training.run(patient, tmp_path) == 143
+        assert loop.run(patient, tmp_path) == 143
     assert read_meta(tmp_path / "checkpoints" / "170").progress == Progress(-2.0, 100, 1)
-    assert training.run(patient, tmp_path) == 0
+    assert loop.run(patient, tmp_path) == 0
     end = "is finished, at step 200: no evaluation since step 100 was better (train.patience)"
     assert end in capsys.readouterr().err
     assert read_meta(tmp_path / "checkpoints" / "200").progress == Progress(-2.0, 100, 2)
-    assert training.run(patient, tmp_path) == 0
+    assert loop.run(patient, tmp_path) == 0
     assert f"{end}; nothing to do" in capsys.readouterr().err
 
 
@@ -284,7 +283,7 @@ def test_ten_steps_that_are_not_finite_end_the_run_without_a_checkpoint(
     with pytest.raises(
         FloatingPointError, match=r"^steps 1 to 10 were not finite; .*: [\d, ]+$"
     ) as e:
-        training.run(config, tmp_path)
+        loop.run(config, tmp_path)
     monkeypatch.undo()
     with hold(tmp_path, config):
         _, ids = prepare_data(config, tmp_path).plan.batch_ids(9)
@@ -334,7 +333,7 @@ def test_fine_tuning_another_model_is_refused(
 
 def test_rows_that_do_not_divide_over_devices_and_micro_batches_are_refused(tiny, tmp_path):
     with pytest.raises(UserError, match=r"data.row_multiple is 8: .* multiple of .* = 16"):
-        training.run(changed(tiny, "data", row_multiple=8), tmp_path)
+        loop.run(changed(tiny, "data", row_multiple=8), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -17,7 +17,7 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.system import processes
 from flaxformer_min.system.failures import verdict_of
 from flaxformer_min.system.processes import broadcast, exchange, on_first
-from flaxformer_min.training import loop as training
+from flaxformer_min.training import loop
 from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh, place_rows, rows_here
 from flaxformer_min.training.workdir import claim
@@ -55,7 +55,7 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_pa
     assert read_meta(tmp_path / "two" / "checkpoints" / str(step)).interim
     assert metrics(tmp_path / "two")[-1]["step"] == step
     for workdir in (tmp_path / "two", tmp_path / "one"):  # eight devices in this process
-        assert training.run(as_flags_say(uneven), workdir) == 0
+        assert loop.run(as_flags_say(uneven), workdir) == 0
     assert worst_difference(tmp_path / "one", tmp_path / "two") < 1e-5
     evaluated = next(line for line in metrics(tmp_path / "two") if "bleu" in line)  # by both
     assert evaluated["bleu"]["score"] > 0

@@ -1,4 +1,4 @@
-"""Streams: as many lines out as in, in order, each block as soon as it is done."""
+"""Streams: as many lines out as in, in order, each group as soon as it is done."""
 
 import io
 import json
@@ -28,12 +28,12 @@ def translator(finished) -> Translator:
 
 
 def stream(translator, *pieces: bytes, **options) -> list[str]:
-    blocks = translate_stream(translator, Arriving(*pieces), **options)
-    return [line for block in blocks for line in block]
+    groups = translate_stream(translator, Arriving(*pieces), **options)
+    return [line for group in groups for line in group]
 
 
 @pytest.mark.parametrize(
-    ("pieces", "blocks"),
+    ("pieces", "groups"),
     [
         ([], []),
         ([b"a"], [[b"a"]]),
@@ -44,16 +44,16 @@ def stream(translator, *pieces: bytes, **options) -> list[str]:
         (["a\u2028b\r\n".encode()], [["a\u2028b\r".encode()]]),
     ],
 )
-def test_lines_are_taken_as_they_come(pieces, blocks):
-    assert list(ready_lines(Arriving(*pieces))) == blocks
-    one_by_one = [[line] for block in blocks for line in block]
+def test_lines_are_taken_as_they_come(pieces, groups):
+    assert list(ready_lines(Arriving(*pieces))) == groups
+    one_by_one = [[line] for group in groups for line in group]
     assert list(ready_lines(Arriving(*pieces), one_by_one=True)) == one_by_one
 
 
 def test_what_is_done_is_there_before_more_is_read(translator):
     source = Arriving(b"now\n\n", b"dogs\nse", b"e\n")
-    blocks = translate_stream(translator, source)
-    assert [(len(block), len(source.pieces)) for block in blocks] == [(2, 2), (1, 1), (1, 0)]
+    groups = translate_stream(translator, source)
+    assert [(len(group), len(source.pieces)) for group in groups] == [(2, 2), (1, 1), (1, 0)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 17])
@@ -82,10 +82,10 @@ def test_hostile_lines_leave_their_neighbours_alone(translator):
 
 def test_invalid_utf8_is_named_or_replaced(translator):
     pieces = (b"now\n", b"dogs\n\xff\nsee\n")
-    blocks = translate_stream(translator, Arriving(*pieces))
-    assert len(next(blocks)) == 1
+    groups = translate_stream(translator, Arriving(*pieces))
+    assert len(next(groups)) == 1
     with pytest.raises(UserError, match="standard input, line 3: not UTF-8"):
-        next(blocks)
+        next(groups)
     found = stream(translator, *pieces, errors="replace")
     assert found == stream(translator, "now\ndogs\n\ufffd\nsee\n".encode())
 

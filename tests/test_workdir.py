@@ -11,8 +11,7 @@ import pytest
 from flaxformer_min.config_rules import config_to_json
 from flaxformer_min.data.tokenizer import prepare_tokenizer
 from flaxformer_min.errors import UserError
-from flaxformer_min.training import loop as training
-from flaxformer_min.training import prepared_data
+from flaxformer_min.training import loop, prepared_data
 from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.workdir import claim, hold, write_config
 from tools.tiny_config import changed
@@ -84,7 +83,7 @@ def test_a_second_run_is_refused_while_the_first_lives(tiny, tmp_path):
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"held\n"
         with pytest.raises(UserError, match="another run is at work in it"):
-            training.run(tiny, tmp_path)
+            loop.run(tiny, tmp_path)
         process.kill()
     with hold(tmp_path, tiny):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "lock"]

@@ -117,11 +117,11 @@ def worst_difference(one: Path, other: Path) -> float:
 def main() -> int:
     silence, accidents = json.loads(sys.argv[1])
     from flaxformer_min import cli
-    from flaxformer_min.system import failures as ending
-    from flaxformer_min.training import loop as training
+    from flaxformer_min.system import failures
+    from flaxformer_min.training import loop
 
-    ending.SILENCE = silence
-    step, calls = training.Trainer.step, itertools.count(1)
+    failures.SILENCE = silence
+    step, calls = loop.Trainer.step, itertools.count(1)
 
     def watched(self: Any, state: Any, batch: Any) -> Any:
         call = next(calls)
@@ -130,7 +130,7 @@ def main() -> int:
                 os.kill(os.getpid(), number)
         return step(self, state, batch)
 
-    training.Trainer.step = watched
+    loop.Trainer.step = watched
     return cli.main(sys.argv[2:])
 
 

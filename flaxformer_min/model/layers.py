@@ -181,7 +181,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: States,
         attend_to_itself: Callable[[States, MaybeKey], States],
-        memory: KeysValues,
+        memory_keys_values: KeysValues,
         source_mask: SourceMask,
         key: MaybeKey = None,
         taps: Taps = None,
@@ -189,14 +189,14 @@ class DecoderLayer(nnx.Module):
         """The three sublayers in their order; `attend_to_itself` is the first one.
 
         It is an argument because a decoder that makes one token at a time takes the keys and values
-        of its past from a cache (cached.py). `memory` holds those of the encoder's output.
+        of its past from a cache (cached.py). Those of the encoder's output are the same every time.
         """
         first_key, rest_key = split(key, 2)
         keys = [*split(first_key, 2), *split(rest_key, 4)]
 
         def attend_to_memory(x: States) -> States:
             seen = inside(taps, "cross_attention")
-            return self.cross_attention(x, memory, source_mask, keys[2], seen)
+            return self.cross_attention(x, memory_keys_values, source_mask, keys[2], seen)
 
         x = self.self_attention_residual(x, lambda x: attend_to_itself(x, keys[0]), keys[1])
         x = self.cross_attention_residual(x, attend_to_memory, keys[3])

@@ -160,8 +160,8 @@ class Trainer:
 
         They are made in a thread, which ends when this generator is closed.
         """
-        data, rows_of = self.data, functools.partial(sharding.rows_here, self.mesh)
-        batches = batch_iterator(data.plan, data.train, data.tokenizer.pad_id, start, rows_of)
+        data, own_rows = self.data, functools.partial(sharding.rows_here, self.mesh)
+        batches = batch_iterator(data.plan, data.train, data.tokenizer.pad_id, start, own_rows)
         with contextlib.closing(batches):
             for batch in batches:
                 yield sharding.place_rows(self.mesh, batch)
