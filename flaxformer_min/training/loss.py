@@ -184,7 +184,7 @@ def _columns(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
 
 
 def _on_own_rows(function: Callable, mesh: Mesh | None, *static: Any) -> Callable:
-    """Makes a function of (states, table, labels, weights) that each device applies to its own rows.
+    """Makes a function of (states, table, labels, weights) that a device applies to its own rows.
 
     It calls `function` with these and with `static`. Each device of the mesh has the whole table,
     except under tensor parallelism, which is left to XLA. The devices' results are concatenated
