@@ -76,9 +76,9 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     context = ocp.Context()
     # Orbax would wait up to 20 minutes for a directory that it cannot make in the background.
     context.asynchronous.create_directories_asynchronously = False
-    # This program always says how to shard when it reads, so Orbax need not write a file about it. On
-    # a full disk that file is still being written when the error is raised, and it would outlive the
-    # removal of the directory.
+    # This program says how to shard whenever it reads, so Orbax need not write a file about that. On
+    # a full disk the file is still being written when the error is raised, so that it would outlive
+    # the removal of the directory.
     context.array.saving.enable_write_sharding_file = False
     with context:
         return ocp.save_checkpointables_async(str(folder / ARRAYS), _parts(tree)).result

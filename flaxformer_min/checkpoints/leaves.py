@@ -30,7 +30,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Describes the first leaf, by name, that differs in shape, dtype or existence, if there is one."""
+    """Describes the first leaf, by name, that differs in shape, dtype or existence, if any does."""
 
     def described(leaves: Mapping[str, Any], name: str) -> str:
         return f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "missing"

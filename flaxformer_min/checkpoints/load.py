@@ -17,8 +17,8 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
     of the newest checkpoint's config.
 
     Raises:
-        UserError: there is no checkpoint, or none of this step, or it has another format version; the
-            text says what is there.
+        UserError: there is no checkpoint, or none of this step, or it has another format version;
+            the text says what is there.
         CheckpointError: a file, which is named, is damaged; for step None, no checkpoint is good.
     """
     directory = Path(directory).absolute()

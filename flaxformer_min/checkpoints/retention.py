@@ -119,7 +119,7 @@ def kept_steps(
 
 
 def best_steps(scores: Mapping[int, float | None], count: int) -> list[int]:
-    """Returns at most `count` steps with a score, best first; of equal scores the later is first."""
+    """Returns at most `count` steps with a score, best first; of equal scores the later first."""
     scored = [(score, step) for step, score in scores.items() if score is not None]
     return [step for _, step in sorted(scored, reverse=True)[:count]]
 
