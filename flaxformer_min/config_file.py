@@ -169,7 +169,7 @@ def _value(kind: Any, words: list[str]) -> Any:
 
 
 def _comments(section: type) -> dict[str, str]:
-    """Returns each field's comment: the lines above its declaration in `config`, or that beside it."""
+    """Returns each field's comment: the lines above it in `config`, or else the one beside it."""
     declaration = r"((?: {4}# .*\n)*) {4}(\w+): [^#\n]*(?:# (.*))?"
     return {
         field: " ".join(above.replace("# ", "").split()) or beside

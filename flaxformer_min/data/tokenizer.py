@@ -108,7 +108,7 @@ class Tokenizer:
         return self.vocab_size - 1
 
     def _never_generated(self) -> tuple[int, ...]:
-        """Returns every special id but EOS, and every piece with a line break in it or for its byte."""
+        """Returns every special id but EOS, and every piece that has a line break or is its byte."""
         model = self._processor
         never = {self.pad_id, self.unk_id, self.bos_id}
         for i in range(model.get_piece_size()):

@@ -67,7 +67,7 @@ def make_plan(config: Config, topology: str, lengths_file: str | None = None) ->
 
 
 def assumed_lengths(config: DataConfig) -> np.ndarray:
-    """Returns lengths [N, 2] of N pairs: a full batch each of 16, 32, 64 ... data.max_length tokens.
+    """Returns lengths [N, 2] of N pairs: a batch each of 16, 32, 64 ... data.max_length tokens.
 
     So every one of these lengths takes the same share of the steps. Real corpora differ.
     """
