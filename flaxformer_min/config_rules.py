@@ -127,17 +127,16 @@ def _splits(data: DataConfig) -> Rules:
 
 
 def typed(kind: Any, value: Any, key: str = "", whole: str = "the config") -> Any:
-    """A value from JSON as the type that is wanted; the one reader of JSON into records.
+    """Returns a value from JSON as the type that is wanted.
 
     Args:
         kind: int, float, str, bool, Any, `X | None`, a Literal of strings, `tuple[X, ...]`,
             `list[X]`, `dict[str, X]`, `Mapping[str, X]`, or a dataclass or NamedTuple whose
             fields have such types.
-        value: made of what `json.loads` makes. A list can become a tuple, a whole number a float;
+        value: is what `json.loads` makes. A list can become a tuple, a whole number a float;
             a record's missing field takes its default.
-        key: where the value stands in the whole, such as "model.dropout"; it names the value in
-            errors.
-        whole: what the outermost record is called in errors.
+        key: says where the value stands in the whole, such as "model.dropout"; errors name it.
+        whole: is the name of the outermost record in errors.
 
     Raises:
         UserError: names the first value of another type, unknown field or missing field.

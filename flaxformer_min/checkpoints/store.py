@@ -72,7 +72,7 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending; damaged ones too."""
+        """Returns the steps that have a checkpoint, ascending; damaged ones are among them."""
         return list(retention.find_checkpoints(self._root))
 
     def latest_good(self) -> int | None:
@@ -179,7 +179,7 @@ class Checkpoints:
             self._pool.shutdown()
 
     def _finish(self, folder: Path, await_arrays: Callable[[], None], meta: Meta) -> None:
-        """The part of a save that runs in the background."""
+        """Finishes a save in the background: awaits the arrays, seals, deletes what is outdated."""
         with _discarded_on_error(folder):
             await_arrays()
             if not is_first():

@@ -47,7 +47,7 @@ class Dice:
 
 
 class Category(NamedTuple):
-    """A kind of phrase: its styles, how a value is drawn for one, how it is rendered in one.
+    """A kind of phrase: its styles, and the functions that draw a value for a style and render it.
 
     `draw` gets the source's locale, to leave out names which that language does not tell apart.
     """

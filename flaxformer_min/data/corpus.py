@@ -148,7 +148,7 @@ def _write(
 
 
 class _Writer(NamedTuple):
-    """The open files of a split, and how its pairs are encoded."""
+    """The open files of a split, and the settings by which its pairs are encoded."""
 
     ids: BinaryIO
     lengths: BinaryIO

@@ -1,4 +1,4 @@
-"""The pairs of a split, from whatever kind of source `data.source` names.
+"""Reads the pairs of a split, from whatever kind of source `data.source` names.
 
 A split is a list of sources: pairs of files, slices of the built-in phrases, or splits of a TFDS
 dataset. Each of them becomes a `PairSource`; no caller of `open_sources` need know its kind.

@@ -1,4 +1,7 @@
-"""Text to token ids and back: one SentencePiece BPE model for both languages (section 5.1)."""
+"""Turns text into token ids and back, by one SentencePiece BPE model for both languages.
+
+The paper's tokens are described in section 5.1.
+"""
 
 import hashlib
 import io
@@ -108,7 +111,7 @@ class Tokenizer:
         return self.vocab_size - 1
 
     def _never_generated(self) -> tuple[int, ...]:
-        """Returns every special id but EOS, and every piece that has a line break or is its byte."""
+        """Returns special ids but EOS, and pieces that contain a line break or are its byte."""
         model = self._processor
         never = {self.pad_id, self.unk_id, self.bos_id}
         for i in range(model.get_piece_size()):

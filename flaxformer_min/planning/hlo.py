@@ -49,8 +49,8 @@ KINDS = (  # opcodes of collectives
     "ragged-all-to-all",
     "collective-permute",
 )
-# Opcodes whose note does not cover the computations that they call; then opcodes whose note does,
-# and which run these once. All others run them for every element.
+# CONTROL: opcodes whose note does not cover the computations that they call. RUN_ONCE: opcodes
+# whose note does, and which run these once. All other opcodes run them for every element.
 CONTROL = ("while", "conditional", "call")
 RUN_ONCE = ("fusion", "async")
 

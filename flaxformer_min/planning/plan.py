@@ -32,7 +32,7 @@ from flaxformer_min.training.sharding import check_mesh, make_mesh
 from flaxformer_min.training.state import TrainState
 from flaxformer_min.training.step import StepProgram
 
-# How often the bytes of a collective cross the links: once, unless it is in this table. An
+# How often the bytes of a collective cross the links: once, unless the table says otherwise. An
 # all-reduce on a ring of chips is a reduce-scatter and then an all-gather.
 PASSES = {"all-reduce": 2}
 SHORTEST = 16  # tokens: the shortest of the lengths that are assumed where no file gives any
@@ -196,7 +196,7 @@ def _advice(config: Config, devices: Any, chip: Chip, bucket: Bucket) -> str:
 
 
 def _changes(config: Config, devices: int) -> Iterator[tuple[str, Config]]:
-    """Yields flags that save memory, and the config with them; those that cost least time first."""
+    """Yields flags that save memory, and the config with them, in order of the time they cost."""
     model = dataclasses.replace(config.model, remat=True)
     mesh = dataclasses.replace(config.mesh, data=1, fsdp=devices // max(config.mesh.tensor, 1))
     remat, fsdp = "--model.remat True", f"--mesh.data 1 --mesh.fsdp {mesh.fsdp}"

@@ -1,4 +1,4 @@
-"""A plan as data, as a table and as JSON."""
+"""A plan as a record, as a table and as JSON."""
 
 import collections
 import dataclasses
@@ -75,7 +75,7 @@ class Plan:
         return self.steps / 3600 * math.fsum(parts) if len(parts) == len(self.shapes) else None
 
     def utilisation(self, shape: ShapePlan) -> float | None:
-        """The share of the chips' peak FLOPs that the model's FLOPs take."""
+        """Returns the share of the chips' peak FLOPs that the model's FLOPs take, from 0 to 1."""
         if shape.seconds is None or self.chip.peak_flops is None:
             return None
         return shape.flops / (shape.seconds * self.devices * self.chip.peak_flops)

@@ -189,5 +189,5 @@ def _read(folder: str) -> dict[int, str]:
 
 
 def _store() -> Any:
-    """The connection to the key-value store."""
+    """Returns the connection to the key-value store."""
     return jax_distributed.global_state.client

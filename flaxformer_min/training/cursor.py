@@ -31,10 +31,10 @@ class Cursor(NamedTuple):
         return done or self.progress.exhausted(train.patience)
 
     def after_evaluation(self, record: Mapping[str, Any], train: TrainConfig) -> "Cursor":
-        """The cursor after the evaluation of this step, whose record is given."""
+        """Returns the cursor after the evaluation of this step, whose record is given."""
         progress = self.progress.after(score(record, train.best_metric), self.step)
         return self._replace(progress=progress, evaluation=record, saved=False)
 
     def after_step(self) -> "Cursor":
-        """The cursor after one more step."""
+        """Returns the cursor after one more step."""
         return Cursor(self.step + 1, self.progress, saved=False)
