@@ -76,9 +76,9 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     context = ocp.Context()
     # Orbax would wait up to 20 minutes for a directory that it cannot make in the background.
     context.asynchronous.create_directories_asynchronously = False
-    # This program says how to shard whenever it reads, so Orbax need not write a file of it. On
-    # a full disk it is still being written when the error is raised, so that it would outlive
-    # the removal of the directory.
+    # This program says how to shard whenever it reads, so it needs no file of Orbax about that. On
+    # a full disk such a file is still being written when the error is raised, so that it would
+    # outlive the removal of the directory.
     context.array.saving.enable_write_sharding_file = False
     with context:
         return ocp.save_checkpointables_async(str(folder / ARRAYS), _parts(tree)).result

@@ -76,7 +76,10 @@ def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[s
 
 @functools.cache
 def _locale(name: str) -> Locale:
-    """Returns Babel's locale of a name such as "de", "pt_BR" or "zh-Hant"; raises UserError."""
+    """Returns Babel's locale of a name such as "de", "pt_BR" or "zh-Hant".
+
+    Raises UserError if there is none.
+    """
     try:
         return Locale.parse(name.replace("-", "_"))
     except (UnknownLocaleError, ValueError):

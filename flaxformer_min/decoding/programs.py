@@ -191,7 +191,7 @@ def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
 def _limits(
     sentences: PaddedSentences, options: Options, longest: int, pad_id: int
 ) -> Int[Array, " B"]:
-    """Returns the largest length of each sentence's hypotheses, in tokens.
+    """Returns the largest number of tokens that each sentence's hypotheses may have: [B].
 
     It is 0 for an entry that is all padding, which is not searched.
     """

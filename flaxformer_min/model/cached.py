@@ -13,8 +13,8 @@ positions, with M slots for each position. For M = 3 the first block begins like
 
 Slot m of position l is written once, by the hypothesis that was number m when token l was decoded.
 When the search reorders its hypotheses, no key and no value moves. Only `ancestors` changes, the
-mask that says which slots are the past of which hypothesis. In this example hypothesis 0 descends
-from those that wrote slot 0 of position 0 and slot 1 of position 1:
+mask that says which slots are the past of which hypothesis. In this example the past of hypothesis
+0 is slot 0 of position 0 and slot 1 of position 1, and it has just written its own slot:
 
     ancestors[b, 0]     l = 0: slot 0      l = 1: slot 1      l = 2: slot 0 (its own new one)
 
@@ -64,8 +64,7 @@ class CacheBlock(NamedTuple):
 class DecodingCache(NamedTuple):
     """The past of all hypotheses of a batch: keys and values, and whose past each of them is.
 
-    ancestors[b, m, l, n] is True if slot n of position l holds the token that hypothesis m has
-    there.
+    ancestors[b, m, l, n] is True if slot n of position l belongs to the past of hypothesis m.
     """
 
     ancestors: Bool[Array, "B M L M"]

@@ -151,8 +151,8 @@ def run_layers(
         return x, seen  # returned, because a compiled function can hand out nothing else
 
     if config.remat:
-        # `prevent_cse` keeps XLA from merging a layer with its copy in the backward pass, which it
-        # cannot do where the layer is the body of a loop.
+        # `prevent_cse` keeps XLA from merging a layer with its copy in the backward pass. It is not
+        # needed for a loop, whose body XLA never merges with its copy.
         one = jax.checkpoint(one, prevent_cse=not config.scan_layers)
     if config.scan_layers:
         x, seen = jax.lax.scan(one, x, _stacked(parts))

@@ -25,7 +25,7 @@ from flaxformer_min.system.processes import exchange, is_first, post, read_posts
 
 BEAT = 1  # seconds between two signs of life
 SILENCE = 60  # seconds without a sign of life after which a process is given up
-# This holds once some process has failed: perhaps it failed because another one has died.
+# This is the limit once some process has failed, perhaps because another one has died.
 SILENCE_AFTER_FAILURE = 15
 GRACE = 2  # seconds in which other processes may report the same failure
 

@@ -49,9 +49,9 @@ def make_train_step(
 def gradient_sums(
     loss: Loss, params: Params, batch: Any, key: Key[Array, ""], accumulation: int
 ) -> tuple[Sums, Params]:
-    """Returns ((sum of losses, tokens), gradient of that sum) of a batch.
+    """Returns ((sum of losses, tokens), gradient of that sum) of a batch, by micro-batches.
 
-    The batch is computed one micro-batch at a time.
+    The micro-batches are computed one after another.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(accumulation))
