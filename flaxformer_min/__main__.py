@@ -1,4 +1,4 @@
-"""python -m flaxformer_min VERB."""
+"""Runs the command line: python -m flaxformer_min VERB."""
 
 import sys
 

@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parser = _make_parser()
         options, rest = parser.parse_known_args(arguments)
-        if rest and options.verb not in (train, plan):  # whose other flags override the config
+        if rest and options.verb not in (train, plan):  # these two take config fields as flags
             raise UserError(f"unrecognized: {' '.join(rest)} (see {parser.prog} --help)")
         return options.verb(options, rest) or 0
-    except BrokenPipeError:  # whoever read our output has seen enough; say nothing at exit either
+    except BrokenPipeError:  # the reader of the output has gone; say nothing at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (Exception, KeyboardInterrupt) as error:
@@ -74,9 +74,10 @@ def unraisable(event: Any) -> None:
 
 
 def message_and_status(error: BaseException) -> tuple[str | None, int]:
-    """The line to print about an error that can be foreseen (None: no line), and the exit status.
+    """Returns the line to print about an error that can be foreseen, and the exit status.
 
-    Any other error is a bug and is raised again, so that its traceback is seen.
+    The line is None if nothing is to be printed. Any other error is a bug and is raised again, so
+    that its traceback is seen.
     """
     if isinstance(error, UserError):
         return str(error), 2
@@ -255,7 +256,7 @@ def _add_distributed_flags(parser: _Parser) -> None:
 
 
 def _add_search_flags(parser: _Parser, names: Sequence[str]) -> None:
-    """The flags of these fields of Options; one that is not given leaves no trace."""
+    """Adds the flags of these fields of Options; a flag that is not given sets no attribute."""
     for field in dataclasses.fields(Options):
         about = field.metadata
         if field.name not in names or about["help"] is None:
@@ -281,7 +282,7 @@ def _add_translate_flags(parser: _Parser) -> None:
 
 
 def _search_options(options: argparse.Namespace) -> Options:
-    """The options whose flags were given; the defaults hold for all others."""
+    """Returns the options whose flags were given, with defaults for all others."""
     names = {field.name for field in dataclasses.fields(Options) if field.metadata["help"]}
     return Options(**{name: value for name, value in vars(options).items() if name in names})
 

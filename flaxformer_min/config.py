@@ -1,9 +1,9 @@
 """The configuration: one frozen tree of dataclasses decides everything about a run.
 
-A Python file and flags make one (`config_file.load_config`); it is written inside every checkpoint
-as JSON, from which later commands read it back. The type of a field says which values it may have
-by itself; which values contradict each other stands in `config_rules`. The comment beside a field,
-or above it, is its help: `train --config FILE --help` prints it.
+A Python file and flags make a config (`config_file.load_config`). Every checkpoint holds it as
+JSON, from which later commands read it back. The type of a field says which values the field may
+have; `config_rules` says which values contradict each other. The comment beside a field, or above
+it, is its help: `train --config FILE --help` prints it.
 """
 
 import dataclasses
@@ -165,7 +165,7 @@ class Config:
 
 
 def _fields(section: type, prefix: str = "", marks: tuple = ()) -> Iterator[tuple[str, Any, tuple]]:
-    """Dotted name, type, and what Annotated adds to the type, of every field below a section."""
+    """Yields the dotted name and type of every field below a section, and what Annotated adds."""
     for name, hint in typing.get_type_hints(section, include_extras=True).items():
         marked = typing.get_origin(hint) is Annotated
         kind, *own = typing.get_args(hint) if marked else [hint]
@@ -181,5 +181,5 @@ FREE_ON_RESUME = {name for name, _, marks in _fields(Config) if "free" in marks}
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Dotted name -> value of every field of the tree."""
+    """Returns the value of every field of the tree by its dotted name."""
     return {name: operator.attrgetter(name)(config) for name in FIELD_TYPES}

@@ -1,4 +1,4 @@
-"""A config from a Python file and the flags after it on the command line."""
+"""Makes a config from a Python file and the flags that override it on the command line."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from flaxformer_min.errors import UserError, first_line, nearest
 
 
 def load_config(spec: str, overrides: list[str]) -> Config:
-    """The config that a file and the flags after it describe, checked.
+    """Returns the config that a file and the flags describe, checked.
 
     Args:
         spec: FILE, Python whose `get_config()` returns the whole tree; or FILE:ARG, for
@@ -53,7 +53,7 @@ def print_help(spec: str) -> None:
 
 
 def _run_file(spec: str) -> Config:
-    """The config that the file's `get_config` returns, with the type of every field checked."""
+    """Returns what the file's `get_config` returns, with the type of every field checked."""
     path, argument = _split_spec(spec)
     with _users_code(path):
         module = runpy.run_path(str(path))
@@ -71,7 +71,7 @@ def _run_file(spec: str) -> Config:
 
 
 def _split_spec(spec: str) -> tuple[Path, str]:
-    """FILE and ARG of FILE:ARG; ARG is empty if there is none."""
+    """Returns FILE and ARG of FILE:ARG; ARG is empty if there is none."""
     name, argument = spec, ""
     if not Path(spec).is_file() and ":" in spec:
         name, _, argument = spec.rpartition(":")
@@ -108,7 +108,7 @@ def _users_code(path: Path) -> Generator[None]:
 
 
 def _line_of(error: Exception, path: Path) -> str:
-    """`:LINE` of the deepest call inside the file, or nothing."""
+    """Returns `:LINE` of the deepest call inside the file, or nothing."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f":{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -116,7 +116,7 @@ def _line_of(error: Exception, path: Path) -> str:
 
 
 def _override(config: Config, flags: list[str]) -> Config:
-    """The config with the fields that flags set, one after the other."""
+    """Returns the config with the fields that flags set, one flag after the other."""
     for key, words in _split_flags(flags):
         kind = FIELD_TYPES[key]
         try:
@@ -131,7 +131,10 @@ def _override(config: Config, flags: list[str]) -> Config:
 
 
 def _split_flags(flags: list[str]) -> list[tuple[str, list[str]]]:
-    """Field and words of each flag; `--data.max_length 9` may also be `--data.max-length=9`."""
+    """Returns the field and the words of each flag.
+
+    `--data.max_length 9` may also be written `--data.max-length=9`.
+    """
     groups: list[tuple[str, list[str]]] = []
     for flag in flags:
         if flag.startswith("--"):
@@ -151,7 +154,7 @@ def _split_flags(flags: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(kind: Any, words: list[str]) -> Any:
-    """The words of a flag as JSON would have them; raises ValueError where they are no such type.
+    """Returns the words of a flag as JSON would have them; raises ValueError if the type is wrong.
 
     A list of strings takes any number of words, every other type exactly one.
     """
@@ -166,7 +169,7 @@ def _value(kind: Any, words: list[str]) -> Any:
 
 
 def _comments(section: type) -> dict[str, str]:
-    """Field -> the comment in the lines above its declaration, or else beside it, in `config`."""
+    """Returns each field's comment: the lines above it in `config`, or else the one beside it."""
     declaration = r"((?: {4}# .*\n)*) {4}(\w+): [^#\n]*(?:# (.*))?"
     return {
         field: " ".join(above.replace("# ", "").split()) or beside

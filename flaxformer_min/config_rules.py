@@ -1,7 +1,7 @@
-"""What a config may say: types and ranges of its fields, its JSON, what may change on resume.
+"""What a config may hold: types and ranges of its fields, its JSON, and what may change on resume.
 
-`typed` is the one reader of JSON into records: it reads configs, the flags that override them and
-the records inside checkpoints.
+`typed` is the one function that makes records of JSON: it reads configs, the flags that override
+them and the records inside checkpoints.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ RETIRED: dict[str, Any] = {"data.tokenizer_max_lines": 2_000_000, "optimizer.bet
 
 
 def config_to_json(config: Config) -> str:
-    """The whole tree as JSON, one field a line, in the order of the classes in `config`."""
+    """Returns the whole tree as JSON, one field a line, in the order of the classes in `config`."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
@@ -56,10 +56,10 @@ def _leave_out_retired(tree: Any) -> None:
 
 
 def check_resume(old: Config, new: Config) -> None:
-    """Refuses a config under which going on would make the run another one.
+    """Refuses a config with which a resumed run would become another run.
 
-    Free to change are the fields and sections that `config` marks as Free, and `train.steps`
-    upward. The content of files whose paths changed is compared elsewhere.
+    The fields and sections that `config` marks as Free may change, and `train.steps` may grow. If
+    the paths of files change, their content is compared elsewhere (training/prepared_data.py).
 
     Raises:
         UserError: names the field and both values.
@@ -92,7 +92,7 @@ Rules = Iterator[tuple[str, bool, str]]  # field, whether its value is allowed, 
 
 
 def _relations(config: Config) -> Rules:
-    """Fields that depend on others; each is in its own range."""
+    """Yields the rules for fields that depend on other fields; each field is in its own range."""
     model, data, train = config.model, config.data, config.train
     even = model.positions == "learned" or model.d_model % 2 == 0
     yield "model.d_model", even, "even for sinusoidal positions (sines and cosines alternate)"
@@ -114,7 +114,7 @@ def _relations(config: Config) -> Rules:
 
 
 def _splits(data: DataConfig) -> Rules:
-    """How many names a split has, by the kind of its source."""
+    """Yields the rules for the number of names of a split, by the kind of its source."""
     known = re.fullmatch("files|phrases|tfds:.+", data.source) is not None
     kinds = "'files', 'phrases' or a dataset such as 'tfds:wmt14_translate/de-en'"
     yield "data.source", known, kinds
@@ -127,17 +127,16 @@ def _splits(data: DataConfig) -> Rules:
 
 
 def typed(kind: Any, value: Any, key: str = "", whole: str = "the config") -> Any:
-    """A value from JSON as the type that is wanted; the one reader of JSON into records.
+    """Returns a value from JSON as the type that is wanted.
 
     Args:
         kind: int, float, str, bool, Any, `X | None`, a Literal of strings, `tuple[X, ...]`,
             `list[X]`, `dict[str, X]`, `Mapping[str, X]`, or a dataclass or NamedTuple whose
             fields have such types.
-        value: made of what `json.loads` makes. A list can become a tuple, a whole number a float;
+        value: is what `json.loads` makes. A list can become a tuple, a whole number a float;
             a record's missing field takes its default.
-        key: where the value stands in the whole, such as "model.dropout"; it names the value in
-            errors.
-        whole: what the outermost record is called in errors.
+        key: says where the value stands in the whole, such as "model.dropout"; errors name it.
+        whole: is the name of the outermost record in errors.
 
     Raises:
         UserError: names the first value of another type, unknown field or missing field.
@@ -160,7 +159,7 @@ def typed(kind: Any, value: Any, key: str = "", whole: str = "the config") -> An
 
 
 def _record(kind: Any, tree: Any, key: str, whole: str) -> Any:
-    """A JSON object as a dataclass or NamedTuple."""
+    """Makes a dataclass or NamedTuple of a JSON object."""
     name, prefix = (f"section {key}", f"{key}.") if key else (whole, "")
     if not isinstance(tree, dict):
         raise UserError(f"{name} is {tree!r:.80}: it must be a JSON object")
@@ -177,7 +176,7 @@ def _record(kind: Any, tree: Any, key: str, whole: str) -> Any:
 
 
 def described(kind: Any) -> str:
-    """The values that a type allows, in words."""
+    """Returns the values that a type allows, in words."""
     words = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:

@@ -1,18 +1,19 @@
-"""The user's mistakes: the exception that stands for them, and the words that explain them."""
+"""The user's mistakes: the exception for them, and helpers for its text."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake in a file, a flag or a config; its text is one line naming the place and the mend.
+    """A mistake in a file, a flag or a config.
 
-    The command line prints it without a traceback and exits with status 2.
+    Its text is one line that names the place and says how to mend it. The command line prints it
+    without a traceback and exits with status 2.
     """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that a misspelt `name` most likely stands for.
+    """Returns the known name that a misspelt `name` most likely stands for.
 
     Names are compared whole, by what follows their last dot (so that "dropout" finds
     "model.dropout") and by their letters in alphabetical order (so that "en-de" finds "de-en").
@@ -32,5 +33,5 @@ def _ratio(one: str | list[str], other: str | list[str]) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; the name of its class if it has no text."""
+    """Returns the first line of an error's text, or the name of its class if it has no text."""
     return (str(error).splitlines() or [type(error).__name__])[0]

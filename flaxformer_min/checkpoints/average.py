@@ -22,15 +22,15 @@ from flaxformer_min.system.sealed import checkpoint_errors, publish
 def average(workdir: str | Path, output: str | Path, last: int) -> list[int]:
     """Writes to `output` a checkpoint with the mean of the weights of a run's last checkpoints.
 
-    Takes the `last` newest regular ones by step number (an interim one, which is there because a
-    run was stopped, is passed by) and sums in float32 in the order of the steps. The result has the
-    config, tokenizer and step number of the newest of them and no optimizer state. Returns their
-    steps.
+    These are the `last` newest regular checkpoints by step number; an interim one, which is there
+    because a run was stopped, is passed by. The weights are summed in float32 in the order of the
+    steps. The result has the config, tokenizer and step number of the newest checkpoint and no
+    optimizer state. Returns the steps that were averaged.
 
     Raises:
-        UserError: fewer checkpoints than asked, an `output` that is there already, or
-            checkpoints that differ in tokenizer or shapes.
-        CheckpointError: a damaged file, named, or `output` could not be written.
+        UserError: there are fewer checkpoints than asked for, `output` is there already, or the
+            checkpoints differ in tokenizer or shapes.
+        CheckpointError: a file, which is named, is damaged, or `output` could not be written.
     """
     root, output = checkpoints_of(Path(workdir).absolute()), Path(output).absolute()
     chosen = _newest(root, last)
@@ -52,7 +52,7 @@ def average(workdir: str | Path, output: str | Path, last: int) -> list[int]:
 
 
 def _newest(root: Path, last: int) -> dict[int, Path]:
-    """The folders of the `last` newest regular steps, steps ascending."""
+    """Returns the folders of the `last` newest regular steps, steps ascending."""
     folders = find_checkpoints(root)
     regular = [step for step, folder in folders.items() if not read_meta(folder).interim]
     if not 1 <= last <= len(regular):

@@ -1,13 +1,14 @@
 """One checkpoint: a directory that is whole by itself, so that it can be copied and used elsewhere.
 
-    arrays/          the state, written by Orbax: "params" and, in a run's own, "rest"
+    arrays/          written by Orbax: "params" and, unless it is an average, "rest" of the state
     config.json      the whole config of the run
     tokenizer.model  its SentencePiece model
     meta.json        step, evaluation, progress, the tokenizer's SHA-256, versions of packages
     manifest.json    format version, then size and SHA-256 of every file above
 
-The manifest is that of system/sealed.py. Hashes are compared before any parser sees a file, and no
-file can run code: the functions here that do not say that they verify expect it of their callers.
+system/sealed.py describes the manifest. No file of a checkpoint can run code, and hashes are
+compared before any parser sees a file: a function in this file either says that it verifies, or its
+caller must have done so.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ from flaxformer_min.system.sealed import checkpoint_errors, verify
 ARRAYS, CONFIG, TOKENIZER, META = "arrays", "config.json", "tokenizer.model", "meta.json"
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 
-# For an error that its result() raises, a thread of Orbax also logs a traceback. The filter is set
-# for the whole process, because Orbax logs to the root logger of absl.
+# If a save fails, its result() raises the error, and a thread of Orbax also logs a traceback, which
+# this filter drops. It is set for the whole process, because Orbax logs to absl's root logger.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in record.getMessage())
 
 
@@ -44,20 +45,20 @@ def _package_versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meta:
-    """The content of meta.json: all about a checkpoint that can be known without its arrays."""
+    """The content of meta.json: all that is to be known about a checkpoint besides its arrays."""
 
     step: int
     tokenizer_sha256: str
     evaluation: Mapping[str, Any] | None = None  # the record of the evaluation at this step
-    # Of the evaluations up to this step.
+    # The best of the evaluations up to this step.
     progress: Progress = dataclasses.field(default_factory=Progress)
     interim: bool = False  # saved between the regular steps, because the run was stopped
-    averaged_steps: list[int] | None = None  # of an average
+    averaged_steps: list[int] | None = None  # only of an average
     packages: Mapping[str, str] = dataclasses.field(default_factory=_package_versions)
 
 
 class Loaded(NamedTuple):
-    """A checkpoint as translating needs it: without the optimizer's state."""
+    """A checkpoint as it is needed for translating: without the optimizer's state."""
 
     config: Config
     tokenizer: Tokenizer
@@ -69,21 +70,22 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     """Copies the arrays to the host and lets Orbax write them to `folder` in the background.
 
     Every process of a run has to call this. `tree` is a state, or {"params": params}; its buffers
-    may be donated when this returns. The function that is returned waits until the arrays are
+    may be donated as soon as this returns. The function that is returned waits until the arrays are
     written and raises the error if they could not be.
     """
     context = ocp.Context()
     # Orbax would wait up to 20 minutes for a directory that it cannot make in the background.
     context.asynchronous.create_directories_asynchronously = False
-    # Readers here always say how to shard. On a full disk this file is still being written when the
-    # error is raised, so that it would outlive the removal of the directory.
+    # This program says how to shard whenever it reads, so it needs no file of Orbax about that. On
+    # a full disk such a file is still being written when the error is raised, so that it would
+    # outlive the removal of the directory.
     context.array.saving.enable_write_sharding_file = False
     with context:
         return ocp.save_checkpointables_async(str(folder / ARRAYS), _parts(tree)).result
 
 
 def write_description(folder: Path, config: Config, tokenizer: Tokenizer, meta: Meta) -> None:
-    """Writes config, tokenizer and meta.json to `folder`, which is to be sealed after that."""
+    """Writes config, tokenizer and meta.json to `folder`, which the caller seals after that."""
     (folder / CONFIG).write_text(config_to_json(config), encoding="utf-8")
     (folder / TOKENIZER).write_bytes(tokenizer.model_bytes)
     content = dataclasses.asdict(meta) | {"progress": meta.progress._asdict()}
@@ -91,7 +93,10 @@ def write_description(folder: Path, config: Config, tokenizer: Tokenizer, meta: 
 
 
 def read_meta(folder: Path) -> Meta:
-    """Verifies meta.json, and no other file, and reads it. Raises what `verify` raises."""
+    """Verifies meta.json, and no other file, and reads it.
+
+    Raises CheckpointError if it is damaged, and UserError for another format version.
+    """
     verify(folder, [META])
     return _parse_meta(folder)
 
@@ -141,7 +146,7 @@ def read_state(folder: Path, like: Any) -> Any:
 
 
 def _parts(tree: Any) -> dict[str, dict[str, Any]]:
-    """The pieces that Orbax can read separately: "params", and "rest" if there is more."""
+    """Returns the parts that Orbax can read separately: "params", and "rest" if there is more."""
     parts: dict[str, dict[str, Any]] = {}
     for name, leaf in named_leaves(tree).items():
         part = "params" if name.startswith("params/") else "rest"
@@ -155,7 +160,7 @@ def _parse_meta(folder: Path) -> Meta:
 
 
 def _stored_shapes(folder: Path) -> dict[str, Any]:
-    """The stored leaves' shapes and dtypes, by part and name."""
+    """Returns the shapes and dtypes of the stored leaves, by part and name."""
     with checkpoint_errors(folder / ARRAYS, "cannot be read"):
         parts = ocp.checkpointables_metadata(str(folder / ARRAYS)).metadata
         if None in parts.values():  # Orbax logs the reason
@@ -164,6 +169,6 @@ def _stored_shapes(folder: Path) -> dict[str, Any]:
 
 
 def _read_arrays(folder: Path, like: Any) -> Any:
-    """The stored leaves, by part and name, in the shapes, dtypes and shardings of `like`."""
+    """Reads the stored leaves, by part and name, with the shapes and shardings of `like`."""
     with checkpoint_errors(folder / ARRAYS, "cannot be read"):
         return ocp.load_checkpointables(str(folder / ARRAYS), like)

@@ -1,4 +1,4 @@
-"""Names for the leaves of a tree of arrays, in checkpoints and in the table of shardings."""
+"""Names for the leaves of a tree of arrays, for checkpoints and for the table of shardings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +7,18 @@ import jax
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves in jax.tree order by their paths: params/encoder/0/..., opt_state/0/mu/...
+    """Returns the leaves in jax.tree order by their paths: params/encoder/0/..., opt_state/0/mu/...
 
     The names do not depend on the classes that hold the leaves. A component of digits is always a
-    number, such as the place of a layer in a list, and never a name, so that `nested` can tell them
-    apart. A dict of leaves that are named already keeps their names.
+    number, such as the index of a layer in a list, and never a name, so that `nested` can tell them
+    apart. If `tree` is a dict of leaves that have such names already, they keep them.
     """
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {"/".join(map(_component, path)): leaf for path, leaf in paths}
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """Nested dicts made of leaves by the paths that `named_leaves` gives them."""
+    """Makes nested dicts of leaves from the paths that `named_leaves` gives them."""
     tree: dict[Any, Any] = {}
     for name, leaf in leaves.items():
         *parents, last = [int(key) if _is_number(key) else key for key in name.split("/")]
@@ -30,7 +30,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first difference, by name, between named leaves in shape, dtype or existence; or None."""
+    """Describes the first leaf, by name, that differs in shape, dtype or existence, if any does."""
 
     def described(leaves: Mapping[str, Any], name: str) -> str:
         return f"{leaves[name].dtype}{list(leaves[name].shape)}" if name in leaves else "missing"
@@ -42,7 +42,7 @@ def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
 
 
 def _component(key: Any) -> str:
-    """One component of a leaf's path."""
+    """Returns one component of a leaf's path."""
     text = jax.tree_util.keystr((key,), simple=True)
     value = getattr(key, "key", getattr(key, "idx", text))
     assert _is_number(text) == isinstance(value, int), f"ambiguous: {key!r}"

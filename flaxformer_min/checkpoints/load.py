@@ -1,4 +1,4 @@
-"""A checkpoint read to translate with: one of a workdir's, or one that stands by itself."""
+"""Loads a checkpoint to translate with: one of a workdir's, or one that stands by itself."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,14 +10,16 @@ from flaxformer_min.system.sealed import is_sealed, verify
 
 
 def load_for_inference(directory: str | Path, step: int | Literal["best"] | None = None) -> Loaded:
-    """Config, tokenizer and weights of a workdir's checkpoint, or of one checkpoint directory.
+    """Loads config, tokenizer and weights from a workdir, or from one checkpoint directory.
 
-    `step` picks among a workdir's: None is the newest good one (a damaged one is passed by with a
-    warning), "best" the one with the best evaluation by `train.best_metric` of the newest's config.
+    `step` picks one of a workdir's checkpoints. None is the newest good one; a damaged one is
+    passed by with a warning. "best" is the one whose evaluation is best by the `train.best_metric`
+    of the newest checkpoint's config.
 
     Raises:
-        UserError: nothing there, no such step, another format version; says what is there.
-        CheckpointError: damaged files, named; for step None, only if no checkpoint is good.
+        UserError: there is no checkpoint, or none of this step, or it has another format version;
+            the text says what is there.
+        CheckpointError: a file, which is named, is damaged; for step None, no checkpoint is good.
     """
     directory = Path(directory).absolute()
     if is_sealed(directory):
@@ -35,13 +37,19 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
 
 
 def verified_checkpoint(folder: Path) -> Loaded:
-    """Verifies every file of one checkpoint, then reads it. Raises what these two raise."""
+    """Verifies every file of one checkpoint, then reads it.
+
+    Raises what `verify` and `read_checkpoint` raise.
+    """
     verify(folder)
     return read_checkpoint(folder)
 
 
 def checkpoints_of(workdir: Path) -> Path:
-    """The directory of a workdir's checkpoints; raises UserError unless it holds a whole one."""
+    """Returns the directory of a workdir's checkpoints.
+
+    Raises UserError unless it holds at least one whole checkpoint.
+    """
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such directory; give a workdir or a checkpoint")
     if not retention.find_checkpoints(workdir / retention.FOLDER):

@@ -1,4 +1,4 @@
-"""How a run's evaluations compare: the score of each and the best one so far."""
+"""How the evaluations of a run compare: the score of each and the best one so far."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 class Progress(NamedTuple):
     """The best evaluation of a run so far.
 
-    It decides when the run ends, so that every checkpoint holds it.
+    With `train.patience` it decides when the run ends, so every checkpoint holds it.
     """
 
     best_score: float | None = None  # a result of `score`; None before the first evaluation
@@ -16,7 +16,7 @@ class Progress(NamedTuple):
     evaluations_since: int = 0  # how many evaluations after the best one were no better
 
     def after(self, score: float, step: int) -> "Progress":
-        """The progress with the evaluation at `step` counted in; an equal score is no better."""
+        """Returns the progress after the evaluation at `step`; an equal score is no better."""
         if self.best_score is None or score > self.best_score:
             return Progress(score, step, 0)
         return self._replace(evaluations_since=self.evaluations_since + 1)
@@ -27,7 +27,7 @@ class Progress(NamedTuple):
 
 
 def score(record: Mapping[str, Any], metric: Literal["bleu", "loss"]) -> float:
-    """The score of an evaluation's record, higher being better.
+    """Returns the score of an evaluation's record, higher being better.
 
     It is the BLEU score, or the negated validation loss; a loss that is not finite ranks last.
     """

@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: which there are, which of them is good, which of them to keep."""
+"""Finds, verifies and ranks the checkpoints in one directory, and deletes outdated ones."""
 
 import logging
 import re
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoints(root: Path) -> dict[int, Path]:
-    """The whole checkpoints in a directory: the folder of each step, steps ascending as numbers.
+    """Returns the folders of the whole checkpoints in a directory by step, ascending as numbers.
 
     A folder STEP.partial that is sealed is the checkpoint of its step, even beside an older STEP.
     """
@@ -33,7 +33,10 @@ def find_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """The folder of a step's checkpoint; raises UserError with the steps that have one."""
+    """Returns the folder of a step's checkpoint.
+
+    Raises UserError naming the steps that have a checkpoint, if this one has none.
+    """
     folders = find_checkpoints(root)
     if step not in folders:
         raise UserError(f"{root}: no checkpoint of step {step}; steps there: {list(folders)}")
@@ -41,9 +44,10 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def newest_good(root: Path) -> int | None:
-    """The newest step whose checkpoint verifies; None if there is no checkpoint.
+    """Returns the newest step whose checkpoint verifies, or None if there is no checkpoint.
 
-    Damaged ones are passed by with a warning. Raises CheckpointError if all are damaged.
+    Damaged ones are passed by with a warning. Raises CheckpointError if all are damaged, and
+    UserError for another format version.
     """
     folders = find_checkpoints(root)
     for step, folder in reversed(folders.items()):
@@ -58,7 +62,11 @@ def newest_good(root: Path) -> int | None:
 
 
 def best_step(root: Path) -> int:
-    """The step with the best evaluation, by the `train.best_metric` of the newest's config."""
+    """Returns the step with the best evaluation, by `train.best_metric` of the newest's config.
+
+    Raises UserError if no checkpoint has an evaluation, and CheckpointError if the newest
+    checkpoint's config is damaged.
+    """
     folders = find_checkpoints(root)
     newest = folders[max(folders)]
     sealed.verify(newest, [CONFIG])
@@ -69,7 +77,7 @@ def best_step(root: Path) -> int:
 
 
 def read_metas(root: Path) -> dict[int, Meta]:
-    """The meta.json of every step; one that cannot be read is passed by with a warning."""
+    """Reads the meta.json of every step; one that cannot be read is passed by with a warning."""
     metas = {}
     for step, folder in find_checkpoints(root).items():
         try:
@@ -94,7 +102,7 @@ def delete_outdated(root: Path, train: TrainConfig, damaged: Collection[int]) ->
 def scores_of(
     metas: Mapping[int, Meta], metric: Literal["bleu", "loss"]
 ) -> dict[int, float | None]:
-    """The score of each step, higher being better; None for a step without an evaluation."""
+    """Returns each step's score, higher being better; None for a step without an evaluation."""
     records = {step: meta.evaluation for step, meta in metas.items()}
     return {step: score(record, metric) if record else None for step, record in records.items()}
 
@@ -102,7 +110,7 @@ def scores_of(
 def kept_steps(
     scores: Mapping[int, float | None], interim: Collection[int], last: int, best: int
 ) -> set[int]:
-    """The steps to keep: the `last` newest and `best` best regular ones, and the newest of all.
+    """Returns the steps to keep: the `last` newest and `best` best regular ones, the newest of all.
 
     A regular step is one that is not `interim`.
     """
@@ -111,13 +119,13 @@ def kept_steps(
 
 
 def best_steps(scores: Mapping[int, float | None], count: int) -> list[int]:
-    """At most `count` steps that have a score, best first; of equal scores the later step."""
+    """Returns at most `count` steps with a score, best first; of equal scores the later first."""
     scored = [(score, step) for step, score in scores.items() if score is not None]
     return [step for _, step in sorted(scored, reverse=True)[:count]]
 
 
 def tidy(root: Path) -> None:
-    """Ends what a killed run began: a sealed checkpoint gets its name, other remains are removed.
+    """Finishes what a killed run began: sealed checkpoints get their names, other remains go.
 
     Directories that are not named like a checkpoint are left alone; `root` is made if missing.
     """
@@ -130,9 +138,9 @@ def tidy(root: Path) -> None:
 
 
 def _entries(root: Path) -> list[tuple[int, str, Path]]:
-    """Step, suffix and path of each directory named like a checkpoint, sorted by step and suffix.
+    """Returns step, suffix and path of each directory named like a checkpoint, sorted.
 
-    The suffix is "" or made of those in system/sealed.py.
+    They are sorted by step and suffix. The suffix is "" or made of those in system/sealed.py.
     """
     matches = [(NAME.fullmatch(path.name), path) for path in root.glob("*") if path.is_dir()]
     return sorted((int(match[1]), match[2], path) for match, path in matches if match)

@@ -1,14 +1,14 @@
 """The checkpoints of a run: saved in the background, deleted by rule, verified when read.
 
-The files of this package, lowest first; each calls only those before it:
+The files of this folder, lowest first; each imports only files above it in this list:
 
     leaves.py     the names of a state's leaves
     progress.py   the score of an evaluation and the best one so far
-    format.py     what is in one checkpoint: writes and reads its files
-    retention.py  many checkpoints in a directory: finds, ranks and tidies them
-    load.py       one checkpoint for translating
-    store.py      the checkpoints of the run that trains: saves, deletes and restores them
-    average.py    one checkpoint made of several
+    format.py     writes and reads the files of one checkpoint
+    retention.py  finds, ranks and tidies the checkpoints in a directory
+    load.py       loads one checkpoint for translating
+    store.py      saves, deletes and restores the checkpoints of the run that trains
+    average.py    makes one checkpoint of several
 
 A save writes STEP.partial. Once that is sealed (system/sealed.py) it is the checkpoint of its step,
 even if an older one is still called STEP. Renaming it and deleting older ones follow; if the run is
@@ -42,7 +42,7 @@ from flaxformer_min.system import sealed
 from flaxformer_min.system.processes import broadcast, exchange, is_first, on_first
 from flaxformer_min.system.sealed import CheckpointError
 
-OVERHEAD = 1_000_000  # bytes, generously: what a checkpoint takes on the disk beside its arrays
+OVERHEAD = 1_000_000  # bytes that a checkpoint takes beside its arrays, generously estimated
 
 _START = Progress()
 
@@ -51,16 +51,16 @@ class Checkpoints:
     """The checkpoints of a training run; only one run at a time may hold a workdir.
 
     After every save there remain the `train.keep_last` newest regular ones, the `train.keep_best`
-    best by `train.best_metric` (of equal scores the later), and the newest of all. In a run of
-    several processes all write arrays and all read; process 0 does everything else.
+    best by `train.best_metric` (of equal scores the later one), and the newest of all. In a run of
+    several processes every process writes and reads arrays; process 0 does everything else.
     """
 
     def __init__(self, workdir: str | Path, config: Config, tokenizer: Tokenizer) -> None:
-        """Ends or removes what a killed run began."""
+        """Finishes or deletes what a killed run began."""
         self._root = Path(workdir).absolute() / retention.FOLDER
         self._config, self._tokenizer = config, tokenizer
         self._verified: int | None = None  # the step that latest_good has verified already
-        self._damaged: set[int] = set()  # known damaged steps; retention does not count them
+        self._damaged: set[int] = set()  # steps known to be damaged; retention skips them
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None  # the save in the background
         on_first(lambda: retention.tidy(self._root))
@@ -72,30 +72,31 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending; damaged ones too."""
+        """Returns the steps that have a checkpoint, ascending; damaged ones are among them."""
         return list(retention.find_checkpoints(self._root))
 
     def latest_good(self) -> int | None:
-        """The newest step whose checkpoint verifies; None if there is no checkpoint.
+        """Returns the newest step whose checkpoint verifies, or None if there is no checkpoint.
 
-        Damaged ones are passed by with a warning and left where they are until their step is saved
-        again. Raises CheckpointError if there are checkpoints and all are damaged.
+        Damaged checkpoints are passed by with a warning and left where they are until their step is
+        saved again. Raises CheckpointError if there are checkpoints and all are damaged, and
+        UserError for another format version.
         """
         self._verified = good = broadcast(lambda: retention.newest_good(self._root))
         self._damaged = {step for step in self.steps() if good is not None and step > good}
         return good
 
     def meta(self, step: int) -> Meta:
-        """The meta.json of a step. Raises what `restore` raises."""
+        """Reads the meta.json of a step. Raises UserError and CheckpointError as `restore` does."""
         return read_meta(retention.folder_of(self._root, step))
 
     def restore(self, step: int, like: Any) -> Any:
-        """The state saved at `step`, as arrays with the dtypes and shardings of `like`.
+        """Reads the state saved at `step`, as arrays with the dtypes and shardings of `like`.
 
-        `like` is the state's pytree, its leaves jax.ShapeDtypeStruct with shardings, or arrays; the
-        devices may differ from those the state was saved from. Raises CheckpointError naming a
-        damaged file; UserError for an unknown step, another format version, another tokenizer, or
-        leaves that differ in name, shape or dtype.
+        `like` is the state's pytree; its leaves are arrays, or jax.ShapeDtypeStruct with shardings.
+        The devices may differ from those that the state was saved from. Raises CheckpointError
+        naming a damaged file, and UserError for an unknown step, another format version, another
+        tokenizer, or leaves that differ in name, shape or dtype.
         """
         folder = retention.folder_of(self._root, step)
         if step != self._verified:
@@ -107,8 +108,8 @@ class Checkpoints:
     def require_space(self, state: Any) -> None:
         """Raises UserError if the disk is too small for the checkpoints that are still to come.
 
-        At most there are keep_last + keep_best regular ones, an interim one and one being written.
-        `state` is the state's pytree, of arrays or shapes; compression is left out of account.
+        There are at most keep_last + keep_best regular ones, an interim one, and one being written.
+        `state` is the state's pytree, of arrays or shapes. Compression is left out of account.
         """
         train = self._config.train
         arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -143,7 +144,7 @@ class Checkpoints:
         are not finite, or if the save before this one, for which it waits, failed.
         """
         self.wait()
-        exchange()  # process 0, which finishes the saves, may have waited for minutes
+        exchange()  # all wait for process 0, which may finish the last save minutes later
         _refuse_non_finite(state, step)
         folder = self._root / str(step)
         meta = Meta(
@@ -178,7 +179,7 @@ class Checkpoints:
             self._pool.shutdown()
 
     def _finish(self, folder: Path, await_arrays: Callable[[], None], meta: Meta) -> None:
-        """The part of a save that runs in the background."""
+        """Finishes a save in the background: awaits the arrays, seals, deletes what is outdated."""
         with _discarded_on_error(folder):
             await_arrays()
             if not is_first():
@@ -204,7 +205,7 @@ def _discarded_on_error(folder: Path) -> Generator[None, None, None]:
 
 
 def _human(size: int | float) -> str:
-    """A number of bytes, such as "12.01 GB"."""
+    """Returns a number of bytes as text, such as "12.01 GB"."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

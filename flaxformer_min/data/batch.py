@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Batch(NamedTuple):
-    """Token ids of B pairs, padded with pad; rows beyond the last pair are all pad."""
+    """Token ids of B pairs, padded with pad_id; rows beyond the last pair are all padding."""
 
     source: np.ndarray  # int32 [B, S]
     target: np.ndarray  # int32 [B, T]
@@ -22,7 +22,7 @@ class Bucket(NamedTuple):
 
 
 def padded(batch: Sequence[Sequence[int]], width: int, pad_id: int) -> np.ndarray:
-    """Token ids int32 [len(batch), width], each row padded at its end."""
+    """Returns token ids as int32 [len(batch), width], each row padded at its end."""
     array = np.full((len(batch), width), pad_id, np.int32)
     for row, ids in enumerate(batch):
         array[row, : len(ids)] = ids

@@ -1,7 +1,7 @@
-"""Which pairs form the batch of step n, in which of few static shapes.
+"""Plans which pairs form the batch of step n, so that batches have few static shapes.
 
-The plan of an epoch is a pure function of (lengths, config, seed, epoch), so the place in the data
-is the step number, and a checkpoint needs to save nothing else about it.
+The plan of an epoch is a pure function of (lengths, config, seed, epoch). So the step number alone
+says where a run is in the data, and a checkpoint saves nothing else about it.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ PREFETCHED = 4  # batches made ahead of the training step
 
 
 class BatchPlan:
-    """Every pair exactly once an epoch, in batches of at most `config.num_buckets` shapes.
+    """The batches of every epoch: each pair once, in at most `config.num_buckets` shapes.
 
     A bucket holds the pairs whose longer side lies between two edges, and gives its batches their
     shape. The pair ids of an epoch stand bucket after bucket in one array, and batches are cut from
@@ -37,7 +37,7 @@ class BatchPlan:
     Pair 3 is left over in bucket 0: it is too few for one more batch there, and opens the first
     batch of the next longer bucket. Shuffling within the buckets leaves other pairs over in each
     epoch. All batches are full but perhaps the last one, so every epoch has the same number of
-    batches of the same shapes; they are trained on in another order.
+    batches of the same shapes. They are trained on in an order that is drawn for each epoch.
     """
 
     def __init__(self, lengths: np.ndarray, config: DataConfig, *, shuffle: bool = True) -> None:
@@ -53,26 +53,26 @@ class BatchPlan:
         longest = np.maximum.accumulate(longest)  # pairs that a bucket leaves over must fit too
         pairs = np.bincount(bucket_of_pair)
         rows, batches = _rows_and_batches(pairs, longest.max(axis=1), config)
-        used = batches > 0  # a bucket short of one batch leaves all its pairs to the next
+        used = batches > 0  # a bucket with too few pairs for a batch leaves them to the next
         bucket_of_pair = np.searchsorted(edges[used], longer)
         shapes = np.column_stack([rows, longest])[used]
 
         self._seed = config.seed if shuffle else None
         self.buckets = [Bucket(*shape) for shape in shapes.tolist()]  # by length
         self.batches_per_epoch = int(batches.sum())
-        # Of the drawing: its first line unshuffled, and where buckets and batches end in it. Only
-        # the last batch may end behind the last id.
+        # In the picture above: the line of pair ids, unshuffled, and the places in it at which
+        # buckets and batches end. Only the last batch may end after the last id.
         self._ids = np.argsort(bucket_of_pair, kind="stable").astype(np.int32)
         self._bucket_ends = np.cumsum(np.bincount(bucket_of_pair))
         self._batch_buckets = np.repeat(np.arange(len(self.buckets)), batches[used])
         self._batch_ends = np.cumsum(shapes[self._batch_buckets, 0])
-        self._planned = -1, self._ids, self._ids  # an epoch (none yet) and its _plan
+        self._planned = -1, self._ids, self._ids  # an epoch (-1: none yet) and its _plan
 
     def batch_ids(self, step: int) -> tuple[int, np.ndarray]:
-        """The bucket (an index into `buckets`) and the pair ids of a step; the first step is 0.
+        """Returns the bucket of a step, an index into `buckets`, and its pair ids.
 
-        There are as many ids as the bucket has rows, or fewer in one batch of an epoch. Any step
-        can be asked for at any time; within one epoch the answer is quick.
+        The first step is 0. There are as many ids as the bucket has rows, or fewer in one batch of
+        an epoch. Any step can be asked for at any time; within one epoch the answer is quick.
         """
         epoch, place = divmod(step, self.batches_per_epoch)
         planned = self._planned  # another thread may be in another epoch
@@ -84,7 +84,7 @@ class BatchPlan:
         return bucket, ids[end - self.buckets[bucket].rows : end]
 
     def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The array of pair ids of an epoch, and the order in which its batches are trained on."""
+        """Returns the pair ids of an epoch, and the order in which its batches are trained on."""
         if self._seed is None:
             return self._ids, np.arange(self.batches_per_epoch)
         random = np.random.default_rng((self._seed, epoch))
@@ -95,7 +95,7 @@ class BatchPlan:
 
 
 def bucket_edges(counts: np.ndarray, most: int) -> np.ndarray:
-    """The lengths at which buckets end, at most `most`, so that there is least padding.
+    """Returns the lengths at which buckets end, at most `most`, so that there is least padding.
 
     `counts[n]` is the number of pairs of length n. The answer is exact, by dynamic programming: the
     best k buckets for the shortest lengths are the best k - 1 for fewer of them, and one more.
@@ -121,7 +121,11 @@ def bucket_edges(counts: np.ndarray, most: int) -> np.ndarray:
 def _rows_and_batches(
     pairs: np.ndarray, length: np.ndarray, config: DataConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a batch and batches of an epoch, of each bucket with `pairs` of width `length`."""
+    """Returns the rows of a batch and the batches of an epoch, for each bucket.
+
+    `pairs` is the number of pairs in each bucket, and `length` the width of its longer side. Raises
+    UserError if the token budget is too small for `config.row_multiple` rows.
+    """
     multiple = config.row_multiple
     rows = config.tokens_per_batch // length // multiple * multiple
     if rows[-1] == 0:
@@ -132,7 +136,7 @@ def _rows_and_batches(
     batches, left = np.zeros_like(rows), 0
     for b in range(len(rows)):
         batches[b], left = divmod(pairs[b] + left, rows[b])
-    if left:  # one more batch, and the filler rows it would need spread over all of the last bucket
+    if left:  # one more batch; all batches of the last bucket shrink, so that few rows have no pair
         remaining = batches[-1] * rows[-1] + left
         batches[-1] += 1
         rows[-1] = -(-remaining // (batches[-1] * multiple)) * multiple
@@ -146,7 +150,10 @@ OwnRows = Callable[[int], np.ndarray]
 def assemble(
     plan: BatchPlan, corpus: EncodedCorpus, pad_id: int, step: int, own_rows: OwnRows = np.arange
 ) -> Batch:
-    """The batch of a step, or the rows of it that this process holds; the plan is that of all."""
+    """Returns the batch of a step, or the rows of it that this process holds.
+
+    `plan` is that of the whole batch in every process. `own_rows` gives the rows of this process.
+    """
     bucket, ids = plan.batch_ids(step)
     rows, *widths = plan.buckets[bucket]
     own = own_rows(rows)
@@ -158,7 +165,7 @@ def assemble(
 
 
 class Data(NamedTuple):
-    """The tokenizer and corpora of a run, and the plan of its batches."""
+    """The tokenizer and corpora of a run, and the plan of its training batches."""
 
     tokenizer: Tokenizer
     train: EncodedCorpus

@@ -1,4 +1,4 @@
-"""What the built-in corpus speaks of: categories of values and Babel's rendering of each.
+"""The content of the built-in corpus: categories of values, and Babel's rendering of each.
 
 Every category draws a value for a style, at the resolution at which that style shows it, and
 renders any of its values in any of its styles and languages. Counts are kept so that no small
@@ -25,17 +25,20 @@ class Dice:
         self._bits = int.from_bytes(hashlib.blake2b(seed.encode()).digest(), "big")
 
     def between(self, first: int, last: int) -> int:
-        """A number from first to last, both included. A phrase uses up some 60 of the 512 bits."""
+        """Returns a number from first to last, both included.
+
+        A phrase uses up some 60 of the 512 bits.
+        """
         self._bits, number = divmod(self._bits, last - first + 1)
         return first + number
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of the options."""
+        """Returns one of the options."""
         self._bits, index = divmod(self._bits, len(options))
         return options[index]
 
     def sample(self, options: Sequence[T], count: int) -> tuple[T, ...]:
-        """`count` different options."""
+        """Returns `count` different options."""
         rest, chosen = list(options), []
         for _ in range(count):
             self._bits, index = divmod(self._bits, len(rest))
@@ -44,7 +47,7 @@ class Dice:
 
 
 class Category(NamedTuple):
-    """A kind of phrase: its styles, how a value is drawn for one, how it is rendered in one.
+    """A kind of phrase: its styles, and the functions that draw a value for a style and render it.
 
     `draw` gets the source's locale, to leave out names which that language does not tell apart.
     """
@@ -66,7 +69,10 @@ _Span = tuple[datetime.datetime, datetime.datetime]
 
 
 def _day(dice: Dice, later: int = 0) -> _Instant:
-    """A day of 2000 to 2099, years that two digits tell apart, with `later` more days to come."""
+    """Draws a day of 2000 to 2099, so that two digits name its year.
+
+    At least `later` more days of these years come after it.
+    """
     return _Instant(2000, 1, 1) + datetime.timedelta(days=dice.between(0, 36_524 - later))
 
 
@@ -126,11 +132,11 @@ def _render_interval(span: _Span, style: str, locale: Locale) -> str:
 
 
 def _hour(locale: Locale) -> str:
-    """The letter of the hour in skeletons: h where the locale's time has AM or PM, else H."""
+    """Returns the letter of the hour in skeletons: h where the locale has AM or PM, else H."""
     return "h" if "a" in locale.time_formats["short"].pattern else "H"
 
 
-# Amounts. `_SPANS` holds for each span of time how many one counts of it, and Babel's seconds.
+# Amounts. `_SPANS` holds for each span of time its largest count and its seconds in Babel.
 
 _SPANS = {
     "year": (99, 365 * 86_400),
@@ -178,7 +184,7 @@ def _render_relative(value: tuple[int, str], style: str, locale: Locale) -> str:
     return dates.format_timedelta(
         count * _SPANS[span][1],
         granularity=span,
-        threshold=math.inf,  # never a larger span than the one asked for
+        threshold=math.inf,  # Babel must not turn it into a larger span
         add_direction=True,
         format=style,
         locale=locale,
@@ -227,7 +233,7 @@ def _render_number(number: Decimal, style: str, locale: Locale) -> str:
         return numbers.format_decimal(number, locale=locale)
     if style == "percent":
         return numbers.format_percent(number, locale=locale, decimal_quantization=False)
-    # Four decimals are enough for our four digits, whatever powers of ten the locale names.
+    # Four decimals are enough for four digits, whatever powers of ten the locale has names for.
     return numbers.format_compact_decimal(
         number, format_type=style, locale=locale, fraction_digits=4
     )
@@ -265,11 +271,11 @@ def _render_list(items: _List, style: str, locale: Locale) -> str:
     return lists.format_list([_name(item, locale) for item in items], style, locale)
 
 
-# What a language tells apart.
+# Names and units that a language tells apart.
 
 
 def _distinct(options: Iterable[T], texts: Callable[[T], set[str]]) -> tuple[T, ...]:
-    """The options in order, without those that share a text with an option before them."""
+    """Returns the options in order, without those that share a text with an option before them."""
     seen: set[str] = set()
     kept = []
     for option in options:
@@ -279,14 +285,17 @@ def _distinct(options: Iterable[T], texts: Callable[[T], set[str]]) -> tuple[T, 
     return tuple(kept)
 
 
-_COUNTS = (1, 2, 3, 5, 11, 100)  # between them every plural form of whole numbers
+_COUNTS = (1, 2, 3, 5, 11, 100)  # together they have every plural form of whole numbers
 _WIDTHS = ("long", "short")
 
 
 def _told_apart(
     category: str, options: Iterable[T], value: Callable[[int, T], Any], locale: Locale
 ) -> tuple[T, ...]:
-    """The options whose values, value(count, option), have texts of their own in every style."""
+    """Returns the options, without those that share a text with an option before them.
+
+    The texts of an option are those of value(count, option), for a few counts, in every style.
+    """
     styles, _, render = CATEGORIES[category]
     return _distinct(
         options,

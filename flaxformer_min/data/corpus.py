@@ -30,7 +30,7 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import locked
 from flaxformer_min.system.sealed import CheckpointError, publish, verify
 
-PAIRS_AT_ONCE = 4096  # bounds memory; SentencePiece is fastest on many lines
+PAIRS_AT_ONCE = 4096  # a list bounds the memory; SentencePiece is fastest on many lines
 LAYOUT = 2  # version of these files; it is part of DIGEST
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 class EncodedCorpus:
     """Token ids of pairs 0 to N-1, memory-mapped; both sides end in EOS.
 
-    `lengths` is int32 [N, 2]: source and target, EOS counted. In memory are 8 bytes a pair.
+    `lengths` is int32 [N, 2]: source and target, EOS counted. Only 8 bytes a pair are in memory.
     """
 
     def __init__(self, folder: Path, dtype: str) -> None:
@@ -55,8 +55,8 @@ class EncodedCorpus:
     def copy_rows(self, pairs: np.ndarray, side: int, to: np.ndarray) -> None:
         """Writes the ids of many pairs to the first rows of `to` [B, width], a row for each pair.
 
-        `side` is 0 for the source, 1 for the target. The rest of a row, behind its ids, and the
-        rows behind the pairs stay as they are.
+        `side` is 0 for the source, 1 for the target. The rest of a row after its ids, and the rows
+        after the pairs, stay as they are.
         """
         starts = self._starts[pairs] + side * self.lengths[pairs, 0]
         columns = np.arange(to.shape[1])
@@ -112,7 +112,10 @@ def own_cache(folder: Path) -> Generator[None, None, None]:
 
 
 def open_split(cache_dir: str | Path, digest: str, tokenizer: Tokenizer) -> EncodedCorpus:
-    """Opens a split that `prepare_split` encoded, by the digest in its report; raises OSError."""
+    """Opens a split that `prepare_split` encoded, by the digest in its report.
+
+    Raises OSError if its files cannot be opened.
+    """
     return EncodedCorpus(Path(cache_dir) / digest, _dtype(tokenizer))
 
 
@@ -145,7 +148,7 @@ def _write(
 
 
 class _Writer(NamedTuple):
-    """The open files of a split, and how its pairs are encoded."""
+    """The open files of a split, and the settings by which its pairs are encoded."""
 
     ids: BinaryIO
     lengths: BinaryIO
@@ -154,7 +157,7 @@ class _Writer(NamedTuple):
     keep_all: bool
 
     def write(self, source: PairSource) -> dict[str, Any]:
-        """Appends one source to both files; returns its report."""
+        """Appends the pairs of one source to both files; returns the report about them."""
         report, pieces, unknown = _new_report(), np.zeros(2, int), np.zeros(2, int)
         for pairs in _batches(source):
             sides = self._encode(pairs, report)
@@ -171,7 +174,10 @@ class _Writer(NamedTuple):
         return report
 
     def _encode(self, pairs: list[tuple[str, str]], report: dict[str, Any]) -> list[list[int]]:
-        """The ids of the pairs that are kept, source and target alternately; updates the report."""
+        """Returns the ids of the pairs that are kept, source and target alternately.
+
+        It counts the pairs in `report`.
+        """
         usable = [pair for pair in pairs if self.keep_all or not any(map(is_blank, pair))]
         report["read"] += len(pairs)
         report["dropped"]["blank"] += len(pairs) - len(usable)
@@ -190,7 +196,7 @@ class _Writer(NamedTuple):
         return kept
 
     def _cut(self, ids: list[int]) -> list[int]:
-        """The first ids of a side up to the limit; the last one is EOS."""
+        """Returns the first ids of a side, up to the limit; the last one is EOS."""
         return ids if len(ids) <= self.limit else [*ids[: self.limit - 1], self.tokenizer.eos_id]
 
 

@@ -1,4 +1,4 @@
-"""What a line of text is, and the lines of a file."""
+"""Reads the lines of text files; what ends a line is decided in this file alone."""
 
 import contextlib
 import gzip
@@ -12,7 +12,7 @@ from flaxformer_min.errors import UserError
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """The lines of a UTF-8 text file, plain or .gz, without their ends.
+    """Yields the lines of a UTF-8 text file, plain or .gz, without their ends.
 
     Raises UserError naming file and line if the text is not UTF-8, and naming the file if it cannot
     be read.
@@ -28,7 +28,7 @@ def decode_lines(
     first_line: int = 1,
     errors: Literal["strict", "replace"] = "strict",
 ) -> Iterator[str]:
-    r"""The lines of a binary file (or of standard input's buffer), without their ends.
+    r"""Yields the lines of a binary file (or of standard input's buffer), without their ends.
 
     A line ends at "\n" alone. One "\r" before it and a byte order mark at the very start of the
     text are dropped; U+2028, U+0085, VT and FF are ordinary characters.

@@ -35,16 +35,16 @@ class Phrase(NamedTuple):
 
 
 def split_of(source: str) -> str:
-    """The split which a source text belongs to, in every language: train, validation or test."""
+    """Returns the split that a source text belongs to, in every language."""
     digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
     held_out = {0: "validation", 1: "test"}
     return held_out.get(int.from_bytes(digest, "big") % _HELD_OUT_SHARE, "train")
 
 
 def phrase(split: str, index: int, source_language: str, target_language: str) -> Phrase:
-    """Phrase `index` (from 0, without end) of a split, in any two locales that Babel has.
+    """Returns phrase `index` (from 0, without end) of a split, in any two locales that Babel has.
 
-    Categories take turns, so any run of indices has equally many of each. The source does not
+    Categories take turns, so that any run of indices has equally many of each. The source does not
     depend on the target language. Raises UserError if the split or a locale is not known.
     """
     if split not in SPLITS:
@@ -62,7 +62,7 @@ def phrase(split: str, index: int, source_language: str, target_language: str) -
 
 
 def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[str, Any, str]:
-    """The style, value and source text of the first candidate whose text belongs to the split."""
+    """Draws until a text belongs to the split; returns its style, value and source text."""
     attempt = 0
     while True:
         dice = Dice(f"{split} {index} {attempt}")
@@ -76,7 +76,10 @@ def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[s
 
 @functools.cache
 def _locale(name: str) -> Locale:
-    """Babel's locale of a name such as "de", "pt_BR" or "zh-Hant"; raises UserError if unknown."""
+    """Returns Babel's locale of a name such as "de", "pt_BR" or "zh-Hant".
+
+    Raises UserError if there is none.
+    """
     try:
         return Locale.parse(name.replace("-", "_"))
     except (UnknownLocaleError, ValueError):

@@ -1,7 +1,7 @@
-"""The pairs of a split, from whatever kind of source `data.source` names.
+"""Reads the pairs of a split, from whatever kind of source `data.source` names.
 
 A split is a list of sources: pairs of files, slices of the built-in phrases, or splits of a TFDS
-dataset. All of them become a `PairSource`, and nobody above `open_sources` knows of kinds.
+dataset. Each of them becomes a `PairSource`; no caller of `open_sources` need know its kind.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from flaxformer_min.data.lines import opened, read_lines
 from flaxformer_min.data.pairs import PairSource
 from flaxformer_min.errors import UserError
 
-HASHED_PHRASES = 256  # of a slice, evenly spread
+HASHED_PHRASES = 256  # about so many phrases of a slice are hashed, evenly spread
 
 
 def read_pairs(config: DataConfig, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """All pairs of a split as written, in order; `names` is `config.train` or another split's.
+    """Returns all pairs of a split as written, in order.
 
-    Raises UserError as `open_sources` does.
+    `names` is `config.train` or that of another split. Raises UserError as `open_sources` does.
     """
     sources = open_sources(config, names)
     return itertools.chain.from_iterable(source.pairs() for source in sources)
@@ -63,7 +63,7 @@ def _open_pair(source: Path, target: Path) -> PairSource:
 
 
 def _scan(path: Path) -> tuple[int, str]:
-    """The number of lines of a file, and the SHA-256 of its (unpacked) bytes."""
+    """Returns the number of lines of a file, and the SHA-256 of its (unpacked) bytes."""
     digest, newlines, last = hashlib.sha256(), 0, b"\n"
     with opened(path) as file:
         while chunk := file.read(1 << 20):
@@ -88,8 +88,8 @@ def _open_slice(name: str, *languages: str) -> PairSource:
     def render(indices: range) -> Iterator[tuple[str, str]]:
         return (phrase(split, index, *languages)[:2] for index in indices)
 
-    # Rendering every phrase only to hash it is slow; some of them show whether Babel or the code of
-    # the corpus has changed.
+    # Rendering every phrase only to hash it is slow. A sample of the phrases shows whether Babel or
+    # the code of the corpus has changed.
     some = list(render(indices[:: max(1, len(indices) // HASHED_PHRASES)]))
     text = json.dumps([name, languages, importlib.metadata.version("babel"), some])
     digest = hashlib.sha256(text.encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Translation datasets of TensorFlow Datasets (TFDS): they are prepared if need be, and read.
+"""Prepares translation datasets of TensorFlow Datasets (TFDS) if need be, and reads them.
 
-TensorFlow is not needed. Datasets are prepared as array_record, which TFDS reads by itself; those
-that others prepared as tfrecord, the default of TFDS, are read by `read_tfrecord`.
+TensorFlow is not needed. Datasets are prepared as array_record, which TFDS reads by itself.
+Datasets that somebody else prepared as tfrecord, the default of TFDS, are read by `read_tfrecord`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 import tensorflow_datasets as tfds
-import tensorflow_datasets.translate as translation  # registers them: found by name only then
+import tensorflow_datasets.translate as translation  # this registers the datasets by name
 from google.protobuf.message import DecodeError
 from tensorflow_datasets.core.download import extractor
 
@@ -29,8 +29,8 @@ from flaxformer_min.data.pairs import PairSource
 from flaxformer_min.errors import UserError, nearest
 from flaxformer_min.system.files import locked
 
-AT_ONCE = 1024  # examples; array_record is many times faster than one by one
-HASHED_EXAMPLES = 16  # of each file
+AT_ONCE = 1024  # examples; one by one, array_record is many times slower
+HASHED_EXAMPLES = 16  # the first examples of each file
 
 
 def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
@@ -95,10 +95,10 @@ def open_texts(builder: tfds.core.DatasetBuilder, config: DataConfig, name: str)
 
 
 def read_tfrecord(path: str | Path) -> Iterator[bytes]:
-    """The records of a tfrecord file; their checksums are not compared.
+    """Yields the records of a tfrecord file; their checksums are not compared.
 
-    A record is its length (8 bytes, little-endian), 4 bytes of checksum, its content and 4 more.
-    Raises EOFError where the file ends within a record.
+    A record is its length (8 bytes, little-endian), 4 bytes of checksum, its content and 4 more
+    bytes of checksum. Raises EOFError where the file ends within a record.
     """
     with open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size
@@ -113,7 +113,7 @@ def read_tfrecord(path: str | Path) -> Iterator[bytes]:
 def _texts(
     builder: tfds.core.DatasetBuilder, name: str, languages: tuple[str, str], most: int
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Source and target of a split's examples in order, of at most `most` examples of each file."""
+    """Yields source and target of a split's examples in order, at most `most` from each file."""
     read = _tfrecord if builder.info.file_format == tfds.core.FileFormat.TFRECORD else _array_record
     try:
         for record in read(builder, name, most):
@@ -130,7 +130,7 @@ def _texts(
 
 
 def _array_record(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
-    """The serialised examples of a split, of at most `most` of each file."""
+    """Yields the serialised examples of a split, at most `most` from each file."""
     raw = tfds.decode.DeserializeMethod.RAW_BYTES
     source, start = builder.as_data_source(name, deserialize_method=raw), 0
     for part in builder.info.splits[name].file_instructions:
@@ -141,7 +141,7 @@ def _array_record(builder: tfds.core.DatasetBuilder, name: str, most: int) -> It
 
 
 def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterator[bytes]:
-    """The serialised examples of a split, of at most `most` of each file."""
+    """Yields the serialised examples of a split, at most `most` from each file."""
     for part in builder.info.splits[name].file_instructions:
         records, count = read_tfrecord(part.filename), min(part.take, most)
         for record in itertools.islice(records, part.skip, part.skip + count):
@@ -152,7 +152,7 @@ def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterat
 
 
 def _line(text: bytes, place: str) -> str:
-    """A text as one line: a line break at its end is dropped, any other becomes a space."""
+    """Returns a text as one line: a line break at its end is dropped, any other becomes a space."""
     try:
         line = text.decode()
     except UnicodeDecodeError as error:
@@ -170,7 +170,7 @@ def _builder(name: str, folder: str | None) -> tfds.core.DatasetBuilder:
 
 
 def _check_languages(builder: tfds.core.DatasetBuilder, config: DataConfig) -> None:
-    """Refuses a language in which the dataset has no text."""
+    """Raises UserError if the dataset has no text in one of the two languages."""
     kind, texts = builder.info.features, []
     if isinstance(kind, tfds.features.FeaturesDict):
         texts = [key for key, value in kind.items() if isinstance(value, tfds.features.Text)]
@@ -243,5 +243,5 @@ def _unknown_config(name: str, error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The text of an error, which TFDS spreads over many lines, in one line of 300 characters."""
+    """Returns an error's text, which TFDS spreads over many lines, in one of 300 characters."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)

@@ -1,4 +1,7 @@
-"""Text to token ids and back: one SentencePiece BPE model for both languages (section 5.1)."""
+"""Turns text into token ids and back, by one SentencePiece BPE model for both languages.
+
+The paper's tokens are described in section 5.1.
+"""
 
 import hashlib
 import io
@@ -17,7 +20,7 @@ from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
 
 TRAINING_LINES = 2_000_000  # at most, drawn from all: SentencePiece holds them in memory
-PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # of every model trained here
+PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # in every model that this program trains
 LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
 
 # SentencePiece is C++: a malformed model may crash the interpreter, so another one tries it first.
@@ -34,13 +37,13 @@ class Tokenizer:
     """A SentencePiece model and the ids of pad, unk, bos and eos, which are all different.
 
     A model that lacks pad, bos or eos gets ids for them above its last piece. Decoding the ids of a
-    line gives the line back, up to the changes of the model's own normalisation. A model trained
-    here with byte fallback changes one character only: U+2581, SentencePiece's mark for a space,
-    comes back as a space.
+    line gives the line back, up to the changes of the model's own normalisation. A model that this
+    program trained with byte fallback changes one character only: U+2581, SentencePiece's mark for
+    a space, comes back as a space.
     """
 
     def __init__(self, model_bytes: bytes) -> None:
-        """Parses a model that this program wrote; anybody else's is to go through `load`.
+        """Parses a model that this program wrote; any other model has to go through `load`.
 
         Raises UserError if the bytes are no SentencePiece model.
         """
@@ -60,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads anybody's model file; another process tries the model first.
+        """Reads a model file of any origin; another process tries the model first.
 
         Raises UserError naming the file if it is missing or malformed.
         """
@@ -74,18 +77,21 @@ class Tokenizer:
             raise UserError(f"{path}: {error}") from None
 
     def encode(self, line: str) -> list[int]:
-        """The ids of one line, with EOS last. Control symbols in the text are ordinary text."""
+        """Returns the ids of one line, EOS last.
+
+        The names of control symbols in the text are ordinary text.
+        """
         return [*self._processor.encode(line), self.eos_id]
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """The ids of each line, with EOS last; faster than `encode` for many lines."""
+        """Returns the ids of each line, EOS last; faster than `encode` for many lines."""
         return [[*ids, self.eos_id] for ids in self._processor.encode(list(lines))]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """The text before the first EOS, without pad and bos.
+        """Returns the text of the ids before the first EOS, without pad and bos.
 
-        Bytes that are no UTF-8 become U+FFFD; a line break becomes a space, so that the text
-        stays one line.
+        Bytes that are no UTF-8 become U+FFFD; a line break becomes a space, so that the text stays
+        one line.
         """
         before_eos = itertools.takewhile(lambda i: i != self.eos_id, map(int, ids))
         content = [i for i in before_eos if i not in (self.pad_id, self.bos_id)]
@@ -93,11 +99,11 @@ class Tokenizer:
         return text.replace("\n", " ").replace("\r", " ")
 
     def pieces(self, ids: Iterable[SupportsIndex]) -> list[str]:
-        """The name of each id, special ids included."""
+        """Returns the name of each id, special ids included."""
         return [self._added.get(i) or self._processor.id_to_piece(i) for i in map(int, ids)]
 
     def _own_or_added(self, own_id: int, name: str) -> int:
-        """The model's id of a special piece, or a new id if the model has none (-1)."""
+        """Returns the model's id of a special piece, or a new id if the model has none (-1)."""
         if own_id >= 0:
             return own_id
         self._added[self.vocab_size] = name
@@ -105,7 +111,7 @@ class Tokenizer:
         return self.vocab_size - 1
 
     def _never_generated(self) -> tuple[int, ...]:
-        """Every special id but EOS, and every piece that holds a line break or is its byte."""
+        """Returns special ids but EOS, and pieces that contain a line break or are its byte."""
         model = self._processor
         never = {self.pad_id, self.unk_id, self.bos_id}
         for i in range(model.get_piece_size()):
@@ -118,7 +124,7 @@ class Tokenizer:
 
 
 def prepare_tokenizer(config: DataConfig, lines: Iterable[str]) -> Tokenizer:
-    """The tokenizer that `config.tokenizer` names, or one trained on `lines`.
+    """Returns the tokenizer that `config.tokenizer` names, or one trained on `lines`.
 
     The lines are read only if there is one to train. Raises UserError if an existing model has
     another size than `config.vocab_size`.
@@ -169,7 +175,7 @@ def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
 
 
 def _sample(lines: Iterable[str], size: int, seed: int) -> list[str]:
-    """At most `size` of the lines, each equally likely to be among them (reservoir sampling).
+    """Returns at most `size` of the lines, each equally likely to be chosen (reservoir sampling).
 
     SentencePiece can sample too, but always with the same seed.
     """
@@ -191,7 +197,10 @@ def _emptied(lines: list[str]) -> Iterator[str]:
 
 
 def _training_error(message: str, asked: int) -> UserError | RuntimeError:
-    """The error for a message of SentencePiece; a RuntimeError unless the mistake is the user's."""
+    """Returns a UserError for a message of SentencePiece that is the user's mistake.
+
+    For any other message it returns a RuntimeError.
+    """
     if found := re.search(r"Vocabulary size too high .* <= (\d+)", message):
         return UserError(
             f"data.vocab_size: {asked} is more than this corpus gives; at most {found[1]}"

@@ -1,9 +1,10 @@
-"""Attention weights of translations in a file: .npz, or .jsonl with one object a line.
+"""Writes the attention weights of translations to a file: .npz, or .jsonl with an object a line.
 
 For line n, counted from 1, an .npz holds `n/source` and `n/target` (the pieces, EOS included) and
-`n/encoder`, `n/decoder` and `n/cross`, [L, H, queries, keys] as `AttentionWeights` says. A .jsonl
-holds an object with `line`, `source`, `target`, `encoder`, `decoder` and `cross`. The weights of a
-site that are averaged over heads are called `cross_mean_over_heads`, [L, queries, keys].
+`n/encoder`, `n/decoder` and `n/cross`, arrays [L, H, queries, keys] as `AttentionWeights` describes
+them. A .jsonl holds an object with `line`, `source`, `target`, `encoder`, `decoder` and `cross`. If
+the weights are averaged over heads, `_mean_over_heads` is added to the three names, as in
+`cross_mean_over_heads`, and the arrays are [L, queries, keys].
 """
 
 import contextlib
@@ -25,9 +26,9 @@ Write = Callable[[int, Sequence[str], Sequence[str], AttentionWeights], None]
 
 @contextlib.contextmanager
 def attention_file(path: str | Path, *, average_heads: bool) -> Generator[Write, None, None]:
-    """Opens the file; the value is a function that writes the weights of one line.
+    """A context with an open file, whose value is a function that writes the weights of one line.
 
-    Raises UserError where the file's name has another ending or it cannot be opened.
+    Raises UserError if the file's name ends in neither .npz nor .jsonl, or if it cannot be opened.
     """
     if (ending := Path(path).suffix) not in (".npz", ".jsonl"):
         raise UserError(f"{path}: attention goes to a file that ends in .npz or .jsonl")

@@ -1,7 +1,7 @@
-"""Lines in few static shapes: which line is decoded in which batch.
+"""Plans which line is decoded in which batch, so that batches have few static shapes.
 
-The shape depends on a line's own length alone, so what surrounds it cannot change how it is
-computed.
+The width of a line's batch depends on the line's own length alone, so the lines around it cannot
+change how it is computed.
 """
 
 import bisect
@@ -13,23 +13,24 @@ from tqdm import tqdm
 # A device decodes at most this many lines at once, and at most this many source positions, padding
 # counted. More lines share more of each step's fixed cost, which on a CPU gains nothing beyond 16.
 MOST_ROWS, BATCH_TOKENS = 16, 1024
-# The lines in a search's batch for each row. Rows stand idle only at the end of a batch, so more
-# lines waste less; but a caller waits for a whole batch.
+# A search's batch has this many lines for each row that is decoded at once (decoding/rows.py). Rows
+# are idle only at its end, so more lines waste less; but a caller waits for a whole batch.
 LINES_PER_ROW = 8
 SHORTEST_SHAPE = 16  # shorter shapes would save little and have to be compiled
 
-Planned = tuple[int, list[int | None]]  # the width of a batch, and the line in each of its places
+Planned = tuple[int, list[int | None]]  # the width of a batch, and the line in each place
 
 
 def plan_batches(
     lengths: Sequence[int], longest: int, devices: int = 1, lines_per_row: int = 1, at_once: int = 1
 ) -> Iterator[Planned]:
-    """(width, members) of each batch: indices of lengths of at most `width`, None in empty places.
+    """Yields the width and the members of each batch: a line's index for each place, None if empty.
 
-    Every index occurs once, those of longer lengths first. The width follows from the length alone.
-    Batches of one width are about equally full, and there are `at_once` or more of them if that
-    leaves no row empty. Each device has the same share of a batch, as many places as if it were
-    alone, and the members are dealt to the devices in turn.
+    `lengths` are those of the lines, and `longest` is the largest width. A line's width follows
+    from its length alone and is at least that length. Every line is in one batch; longer lines come
+    first. Batches of one width are about equally full, and there are `at_once` or more of them if
+    that leaves no row empty. Each device has the same share of a batch, as many places as if it
+    were alone, and the members are dealt to the devices in turn.
     """
     shapes = shape_ladder(longest)
 
@@ -49,19 +50,19 @@ def plan_batches(
 
 
 def rows_at_once(width: int) -> int:
-    """The number of lines of this width that a device decodes at once."""
+    """Returns how many lines of this width a device decodes at once."""
     return max(1, min(MOST_ROWS, BATCH_TOKENS // width))
 
 
 def shape_ladder(longest: int) -> list[int]:
-    """The widths that batches have: 16, 24, 32, 48, 64, 96 ... below `longest`, and `longest`."""
+    """Returns the widths of batches: 16, 24, 32, 48, 64, 96 ... below `longest`, and `longest`."""
     powers = (SHORTEST_SHAPE << k for k in itertools.count())
     widths = (width for power in powers for width in (power, power + power // 2))
     return [*itertools.takewhile(lambda width: width < longest, widths), longest]
 
 
 def show_progress(batches: Iterable[Planned], lines: int) -> Iterator[Planned]:
-    """The batches, with a progress bar over all `lines` if standard error is a terminal."""
+    """Yields the batches; shows a progress bar over all `lines` if standard error is a terminal."""
     with tqdm(total=lines, unit=" lines", leave=False, disable=None) as bar:  # None: no terminal
         for width, members in batches:
             yield width, members

@@ -15,10 +15,10 @@ def bleu_record(
     decode: DecodeConfig,
     step: int | Sequence[int] | None,
 ) -> dict[str, Any]:
-    """Corpus BLEU of the translations of checkpoint `step` against raw reference lines, as JSON.
+    """Returns corpus BLEU of translations against raw reference lines, as a dict of JSON types.
 
-    Nothing is lower-cased, and the text is tokenised by `decode.bleu_tokenize` alone. An ensemble
-    has several steps.
+    `step` is that of the checkpoint that made the translations, or a list of steps for an ensemble.
+    Nothing is lower-cased, and the text is tokenised by `decode.bleu_tokenize` alone.
     """
     assert len(translations) == len(references) > 0
     tokenised = decode.bleu_tokenize == "none"  # sacreBLEU need not warn that it looks tokenised

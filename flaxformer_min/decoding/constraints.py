@@ -1,8 +1,8 @@
-"""Which token a hypothesis may have next. Masks are boolean, True = allowed, and combine with `&`.
+"""Constraints on the next token of a hypothesis: boolean masks, True = allowed, combined by `&`.
 
-A mask is [B, M, V], or of size 1 where it does not depend on the axis. The hypotheses so far are
-`tokens` [B, M, L], BOS first, of which index[b] follow BOS. A token that is not allowed loses its
-probability without renormalisation, so scores stay the model's.
+A mask is [B, M, V], with size 1 for an axis on which it does not depend. The hypotheses so far are
+`tokens` [B, M, L], BOS first; index[b] is the number of tokens after BOS. A token that is not
+allowed loses its probability without renormalisation, so that scores stay the model's.
 """
 
 import jax.numpy as jnp
@@ -13,24 +13,24 @@ Index = Int[Array, " B"]
 
 
 def all_but(ids: tuple[int, ...], vocab_size: int) -> Bool[Array, "1 1 V"]:
-    """Every token is allowed but the given ids."""
+    """Allows every token but the given ids."""
     return jnp.asarray(~np.isin(np.arange(vocab_size), ids)[None, None, :])
 
 
 def long_enough(
     index: Index, min_length: int | Int[Array, ""], eos_id: int, vocab_size: int
 ) -> Bool[Array, "B 1 V"]:
-    """EOS is allowed as token number min_length or later, counted from 1; other tokens always."""
+    """Allows EOS only as token number min_length, counted from 1, or later; other tokens always."""
     return all_but((eos_id,), vocab_size) | (index + 1 >= min_length)[:, None, None]
 
 
 def no_repeated_ngram(
     tokens: Int[Array, "B M L"], index: Index, size: int, vocab_size: int
 ) -> Bool[Array, "B M V"]:
-    """No token that would make `size` tokens in a row that the hypothesis has already (BOS apart).
+    """Forbids a token that would repeat `size` tokens in a row which the hypothesis already has.
 
-    Every earlier run of size - 1 tokens is compared with the last such run; where they are equal,
-    the token that followed the earlier one is not allowed.
+    BOS does not count. Every earlier run of size - 1 tokens is compared with the last such run;
+    where they are equal, the token that followed the earlier one is not allowed.
     """
     batch, hypotheses, length = tokens.shape
     if size >= length:
@@ -50,9 +50,9 @@ def no_repeated_ngram(
 def forced_prefix(
     allowed: Bool[Array, "#B #M V"], prefixes: Int[Array, "B P"], index: Index, pad_id: int
 ) -> Bool[Array, "B #M V"]:
-    """Within the prefix only its token number `index` is allowed; behind it, what `allowed` says.
+    """Allows only token number `index` of the prefix; after its end, what `allowed` allows.
 
-    Prefixes are padded; a sentence without one is all padding.
+    Prefixes [B, P] are padded; a sentence without a prefix has a row of padding.
     """
     at = jnp.minimum(index, prefixes.shape[1] - 1)
     token = jnp.take_along_axis(prefixes, at[:, None], axis=1)

@@ -1,4 +1,4 @@
-"""BLEU of a translator on pairs of lines."""
+"""Measures the BLEU of a translator on pairs of lines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,10 @@ from flaxformer_min.errors import UserError
 def evaluate(
     translator: Translator, pairs: Sequence[tuple[str, str]], options: Options = DEFAULT
 ) -> dict[str, Any]:
-    """The BLEU record of the translator's translations of (source, reference) pairs.
+    """Translates the sources of (source, reference) pairs and returns the BLEU record.
 
-    Raises UserError where there is no pair, and for the reasons of `Translator.translate`.
+    The record is that of `bleu_record`. Raises UserError if there are no pairs, and for the reasons
+    of `Translator.translate`.
     """
     if not pairs:
         raise UserError("no lines to evaluate: give --source and --reference, with lines in them")

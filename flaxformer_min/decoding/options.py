@@ -1,9 +1,9 @@
-"""How to decode: every option, declared once.
+"""The options of decoding, each of them declared once.
 
 A field of `Options` carries its type, its default, its help, the range of its values, and whether
-it is compiled in. The flags of the command line are made from the fields (cli.py), a field that
-the config's decode section has too takes its value from there, and the compiled functions take
-the record itself (programs.py). A new option is a field here and the line that uses it.
+it is compiled in. The flags of the command line are made from the fields (cli.py). A field that the
+config's decode section has too takes its default from there. The compiled functions take the whole
+record (decoding/programs.py). A new option needs a field in this file and the code that uses it.
 
 This file imports no JAX, so that --help answers at once.
 """
@@ -31,12 +31,12 @@ def _option(
     *marks: Literal["static", "sampling", "from zero"],
     metavar: str | None = None,
 ) -> Any:
-    """A field of Options; `text` is the help of its flag, None for a field of which none is made.
+    """Declares a field of Options; `text` is the help of its flag, None for a field without a flag.
 
-    The value of a "static" field is a compile-time constant: another one compiles another program.
-    A "sampling" field needs `sample`. A flag takes 0 only if the field's numbers run "from zero";
-    elsewhere 0 is out of range or stands for no limit. A field that the config's decode section has
-    too has the range that it has there.
+    The value of a "static" field is a compile-time constant: another value compiles another
+    program. A "sampling" field needs `sample`. A flag accepts 0 only if its field is marked "from
+    zero"; for other fields 0 is out of range or is the default, which means no limit. A field that
+    the config's decode section has too takes its range from there.
     """
     metadata = {"help": text, "range": allowed, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata | dict.fromkeys(marks, True))
@@ -48,13 +48,13 @@ class Options:
     """How to search or sample, what a hypothesis may be, and what comes back.
 
     None means the config's value, or that there is no such limit. Lengths are in tokens and count
-    EOS. All constraints hold together; a prefix comes before any of them.
+    EOS. All constraints hold together, except that within a prefix only the prefix counts.
     """
 
     beam_size: int | None = _option(None, "1 is greedy; the config's by default", None, "static")
     # The score is the log-probability divided by ((5 + n) / 6)^alpha.
     length_penalty_alpha: float | None = _option(None, "the config's by default")
-    # With `sample` these are N independent draws.
+    # With `sample` the n best are N independent draws.
     n_best: int = _option(
         1, "JSON: for each line its N best hypotheses", COUNT, "static", metavar="N"
     )
@@ -82,16 +82,16 @@ class Options:
     attention: bool = _option(False, None, None, "static")
 
     def over(self, decode: DecodeConfig) -> DecodeConfig:
-        """The config's decode section with the values that are given here instead of its own."""
+        """Returns the config's decode section, with the values that are given in these options."""
         given = {name: value for name in IN_CONFIG if (value := getattr(self, name)) is not None}
         return dataclasses.replace(decode, **given)
 
     def with_defaults(self, decode: DecodeConfig) -> "Options":
-        """The options of a search, with the config's values in place of None.
+        """Returns complete options for a search, with the config's values in place of None.
 
-        Sampling has a beam of 1. `attention` is False, because its weights are computed by another
-        program than the search.
-        Raises UserError where a value is out of range or contradicts another one.
+        When sampling, the beam size is 1. `attention` becomes False, because attention weights are
+        computed by another program than the search. Raises UserError where a value is out of range
+        or contradicts another one.
         """
         if self.sample and self.beam_size is not None:
             raise UserError(
@@ -116,7 +116,7 @@ IN_CONFIG = tuple(
 
 
 def _check(options: Options, field: dataclasses.Field[Any]) -> None:
-    """Raises UserError where a field's value is out of range, or needs sampling and has it not."""
+    """Raises UserError if a field's value is out of range, or needs `sample` and that is off."""
     value = getattr(options, field.name)
     allowed: Range | None = field.metadata["range"] or RANGES.get(f"decode.{field.name}")
     if field.metadata.get("sampling") and not options.sample and value != field.default:

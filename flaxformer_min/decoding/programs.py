@@ -1,7 +1,8 @@
-"""What the devices compute: batches of ids in; hypotheses or log-probabilities out.
+"""The functions that are compiled: token ids go in, hypotheses or log-probabilities come out.
 
-Several models may work together, an ensemble: the probability of the next token is the arithmetic
-mean of theirs. `graphdefs` and `params` hold one entry for each. No row depends on another one.
+Several models can work together as an ensemble: the probability of the next token is then the
+arithmetic mean of the models' probabilities. `graphdefs` and `params` hold one entry for each
+model. No row of a batch depends on another row.
 """
 
 import functools
@@ -43,23 +44,24 @@ from flaxformer_min.model.transformer import Source, Target, Transformer
 GraphDefs = tuple[nnx.GraphDef, ...]
 Pairs = tuple[Source, Target]  # token ids [B, S] and [B, T]
 
-# To a compiled function its static fields are constants, all other fields are numbers that it gets.
+# For a compiled function the static fields are constants; the other fields are numbers it is given.
 jax.tree_util.register_dataclass(Options)
 
 
 class Ready(NamedTuple):
-    """Sentences with their source encoded, as the decoders need them at every step."""
+    """Sentences whose source is encoded, as the decoders need them at every step."""
 
     sentences: PaddedSentences
     mask: Bool[Array, "B 1 1 S"]
-    memories: list[list[KeysValues]]  # of each model, of each of its layers
+    memories: list[list[KeysValues]]  # for each model, for each of its layers
 
 
 def on_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """The compiled function(params, rows, ...), rows of all arrays split over the mesh.
+    """Compiles function(params, rows, ...), with the rows of all arrays split over the mesh.
 
-    Each device does its share of the rows as if it were alone: nothing is exchanged, shapes and
-    bits are those of one device, and none waits for another before its own rows are done.
+    `rows` is a tree of arrays [B, ...]; all other arguments are whole on every device. Each device
+    does its share of the rows as if it were alone: nothing is exchanged, shapes and bits are those
+    of one device, and no device waits for another before its own rows are done.
     """
 
     def share(params: Any, rows: Any, *numbers: Any) -> Any:
@@ -80,10 +82,11 @@ def search_batch(
     sentences: PaddedSentences,
     options: Options,
 ) -> Hypotheses:
-    """The N = n_best hypotheses of each sentence, [B, N, T], best first.
+    """Returns the N = n_best hypotheses of each sentence, tokens [B, N, T], best first.
 
-    `options` are whole (Options.with_defaults). A hypothesis has at most source (or prefix) length
-    + offset tokens, and at most `longest`.
+    `options` must be complete (`Options.with_defaults`). A hypothesis has at most `longest` tokens,
+    and at most max_length_offset tokens more than its source, or than its prefix and EOS if these
+    are longer.
     """
     models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
     width = sentences.source.shape[1]
@@ -106,7 +109,7 @@ def search_batch(
 def _search_settings(
     models: Sequence[Transformer], tokenizer: Tokenizer, longest: int, width: int, options: Options
 ) -> Search:
-    """The settings of a search of sentences padded to `width`."""
+    """Returns the settings of a search over sentences padded to `width`."""
     alpha, offset = options.length_penalty_alpha, options.max_length_offset
     assert options.beam_size is not None and alpha is not None and offset is not None
     return Search(
@@ -115,7 +118,7 @@ def _search_settings(
         pad_id=tokenizer.pad_id,
         length=min(width + offset, longest),
         beam_size=options.beam_size,
-        n_best=min(options.n_best, options.beam_size),  # of sampling, one in each search
+        n_best=min(options.n_best, options.beam_size),  # a search that samples finds one
         length_penalty_alpha=alpha,
         rows=rows_at_once(width),
         prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
@@ -125,14 +128,17 @@ def _search_settings(
 
 
 def encode_sources(models: Sequence[Transformer], pad_id: int, sentences: PaddedSentences) -> Ready:
-    """The sentences with their source encoded by each model."""
+    """Encodes the source of each sentence by each model."""
     source, mask = sentences.source, padding_mask(sentences.source, pad_id)
     memories = [memory_keys_values(model, model.encode(source, mask)) for model in models]
     return Ready(sentences, mask, memories)
 
 
 def mean_step(models: Sequence[Transformer]) -> StepFn:
-    """The step function of an ensemble on `Ready` sentences; its cache is one for each model."""
+    """Returns the step function of an ensemble, for `Ready` sentences.
+
+    Its cache is a list with one DecodingCache for each model.
+    """
 
     def step_fn(tokens, caches, index, ready):
         steps = [
@@ -146,19 +152,25 @@ def mean_step(models: Sequence[Transformer]) -> StepFn:
 
 
 def _log_softmax(logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    """JAX's own would write logits minus their maximum to memory in between."""
+    """Computes the log-softmax over V.
+
+    JAX's own function would write logits minus their maximum to memory on the way.
+    """
     return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def mean_probability(log_probs: Sequence[Float[Array, "*shape"]]) -> Float[Array, "*shape"]:
-    """The logarithm of the arithmetic mean of probabilities, given and returned as logarithms."""
+    """Returns the mean of probabilities; they are given and returned as logarithms."""
     if len(log_probs) == 1:
         return log_probs[0]
     return jax.nn.logsumexp(jnp.stack(log_probs), axis=0) - math.log(len(log_probs))
 
 
 def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
-    """Which token the options allow next; a sentence's prefix comes before all of them."""
+    """Returns the function that says which token the options allow next.
+
+    Within the prefix of a sentence only the prefix counts.
+    """
     vocab_size = tokenizer.vocab_size
     wanted = () if options.forbid_unknown else (tokenizer.unk_id,)
     never = tuple(i for i in tokenizer.never_generated if i not in wanted)
@@ -179,24 +191,27 @@ def constraint(tokenizer: Tokenizer, options: Options) -> Allowed:
 def _limits(
     sentences: PaddedSentences, options: Options, longest: int, pad_id: int
 ) -> Int[Array, " B"]:
-    """The length limit of each sentence; it is 0 where there is none, and no search begins."""
+    """Returns the largest number of tokens that each sentence's hypotheses may have: [B].
+
+    It is 0 for an entry that is all padding, which is not searched.
+    """
     sizes = jnp.sum(sentences.source != pad_id, axis=1)
     room = sizes
-    if sentences.prefixes is not None:  # one that is longer than the source needs room, and EOS
+    if sentences.prefixes is not None:  # a prefix may be longer than the source
         room = jnp.maximum(sizes, jnp.sum(sentences.prefixes != pad_id, axis=1) + 1)
     assert options.max_length_offset is not None
     return jnp.where(sizes > 0, jnp.minimum(room + options.max_length_offset, longest), 0)
 
 
 def _repeat(sentences: PaddedSentences, count: int) -> PaddedSentences:
-    """Each sentence `count` times, with numbers: every draw is a sentence of its own."""
+    """Repeats each sentence `count` times and numbers the copies: each draw has its own copy."""
     repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), sentences)
     numbers = jnp.arange(len(repeated.draws), dtype=repeated.draws.dtype) % count
     return repeated._replace(draws=repeated.draws.at[:, 1].set(numbers))
 
 
 def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:
-    """A key for each sentence, from the seed, its source ids and the number of its draw."""
+    """Makes a random key for each sentence from the seed, its source ids and the draw's number."""
 
     def key(draw: UInt[Array, "2"]) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draw[0]), draw[1])
@@ -205,7 +220,7 @@ def _keys(seed: int | Int[Array, ""], ready: Ready) -> Key[Array, " B"]:
 
 
 def _rank_draws(found: Hypotheses, count: int) -> Hypotheses:
-    """The `count` draws of each sentence, [B * count, 1, ...], as [B, count, ...], best first."""
+    """Reshapes draws [B * count, 1, ...] to [B, count, ...], best first for each sentence."""
     found = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[2:]), found)
     return take(found, jnp.lexsort((-found.scores, ~found.finished), axis=1))
 
@@ -213,9 +228,10 @@ def _rank_draws(found: Hypotheses, count: int) -> Hypotheses:
 def score_batch(
     graphdefs: GraphDefs, tokenizer: Tokenizer, params: tuple[Params, ...], pairs: Pairs
 ) -> Float[Array, "B T"]:
-    """Forced decoding: the log-probability of each target token given its source and past.
+    """Returns the log-probability of each target token, [B, T], in nats; it is 0 at padding.
 
-    It is 0 at padding.
+    This is forced decoding: each token's probability is the one given the source and the target
+    tokens before it.
     """
     source, target = pairs
     log_probs = []

@@ -1,16 +1,16 @@
-"""Many sentences through few rows, which others call continuous batching.
+"""Searches many sentences in few rows of a batch, which is known as continuous batching.
 
-A row whose sentence is done is given to the next sentence at once; it does not wait for its
-neighbours. Two rows and the sentences A to F, which take 5, 2, 3, 1, 4 and 1 steps:
+A row whose sentence is done is given to the next sentence at once; it does not wait for the other
+rows. Two rows and the sentences A to F, which take 5, 2, 3, 1, 4 and 1 steps:
 
     step        1  2  3  4  5  6  7  8  9
     row 0       A  A  A  A  A  D  F  .  .      . is a row that is idle
     row 1       B  B  C  C  C  E  E  E  E
     prepared    AB    CD       EF
 
-Shapes are static, so every step computes every row. Sentences are prepared as many at a time as
-there are rows, when a row is free and no prepared sentence is left. What becomes of a sentence
-follows from it alone.
+Shapes are static, so every step computes every row. When a row is free and no prepared sentence is
+left, the next R sentences are prepared together (for example, their sources are encoded). The
+result of a sentence does not depend on the other sentences.
 
 Letters: R rows, Q sentences.
 """
@@ -27,16 +27,16 @@ Rows = PyTree[Shaped[Array, "R ..."]]
 All = PyTree[Shaped[Array, "Q ..."]]
 Wanted = Bool[Array, " Q"]
 Stepped = tuple[PyTree, PyTree, Bool[Array, " R"]]
-# (state, cache, sentences), leaves [R, ...] -> state and cache one step later, which rows are done
+# (state, cache, sentences), leaves [R, ...] -> state and cache after a step, which rows are done
 Step = Callable[[PyTree, PyTree, PyTree], Stepped]
-# R sentences as they were given -> the same with what is computed for each of them once
+# R sentences as they were given -> the same sentences with all that is computed once for each
 Prepare = Callable[[PyTree], PyTree]
 
 
 class _Work(NamedTuple):
-    """Where R rows stand."""
+    """The state of the R rows, and the results so far."""
 
-    upcoming: Int[Array, ""]  # the next sentence that gets a row
+    upcoming: Int[Array, ""]  # the number of the sentence that gets a row next
     places: Int[Array, " R"]  # places[r] is the sentence of row r, Q if the row is idle
     done: Bool[Array, " R"]  # whether row r can take another sentence
     state: Rows
@@ -46,7 +46,7 @@ class _Work(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """The sentences from `first` on, R of them; those from `end` on are not searched."""
+    """R prepared sentences, from number `first` on; those from number `end` on are not searched."""
 
     sentences: Rows
     first: Int[Array, ""]
@@ -56,12 +56,13 @@ class _Prepared(NamedTuple):
 def through_rows(
     step: Step, fresh: Rows, cache: Rows, sentences: All, wanted: Wanted, prepare: Prepare
 ) -> All:
-    """The state in which each sentence is done, [Q, ...]; it is `fresh` for one not wanted.
+    """Steps each wanted sentence until it is done; returns its last state, leaves [Q, ...].
 
-    A row begins a sentence with its `fresh` state, which is the same for all rows, and with the
-    cache of the sentence before it, which it must ignore. Sentences behind the last wanted one are
-    never prepared. Idle rows keep stepping and are never behind a row that works, so they keep no
-    row waiting. Q must be a multiple of R.
+    The result of a sentence that is not wanted is `fresh`. A row begins a sentence with its `fresh`
+    state, which is the same for all rows, and with the cache of the sentence before, which `step`
+    must ignore. Sentences after the last wanted one are never prepared. Idle rows keep stepping,
+    from `fresh` on. They became idle after every working row had begun its sentence, so they are
+    never further on than a working row and make no step longer. Q must be a multiple of R.
     """
     rows, count = len(jax.tree.leaves(fresh)[0]), len(wanted)
     assert count % rows == 0, (count, rows)
@@ -96,12 +97,13 @@ def through_rows(
 def _refill(work: _Work, prepared: _Prepared, fresh: Rows, wanted: Wanted) -> _Work:
     """Keeps the result of every row that is done and gives the row to the next prepared sentence.
 
-    The row is idle if there is none. One row after the other, so that only what changes is copied.
+    A row for which there is no sentence becomes idle. The rows are refilled one after another, so
+    that only what changes is copied.
     """
     count = len(wanted)
 
     def due(work: _Work) -> Bool[Array, " R"]:
-        """Which rows hold a result, or are idle although a prepared sentence is left."""
+        """Says which rows hold a result, or are idle although a prepared sentence is left."""
         return work.done & ((work.places < count) | (work.upcoming < prepared.end))
 
     def refill_one(work: _Work) -> _Work:
@@ -114,7 +116,7 @@ def _refill(work: _Work, prepared: _Prepared, fresh: Rows, wanted: Wanted) -> _W
             done=work.done.at[row].set(~(more & wanted[work.upcoming])),
             state=_set_row(work.state, row, _slice(fresh, 0, 1)),
             sentences=_set_row(work.sentences, row, _slice(prepared.sentences, chosen, 1)),
-            # An idle row's place is Q, one past the end, so that nothing is kept of it.
+            # An idle row's place is Q, one past the end, so that its state is dropped.
             results=jax.tree.map(
                 lambda leaf, new: leaf.at[place].set(new[0], mode="drop"), work.results, result
             ),
@@ -124,12 +126,12 @@ def _refill(work: _Work, prepared: _Prepared, fresh: Rows, wanted: Wanted) -> _W
 
 
 def _slice(tree: PyTree, first: int | Int[Array, ""], count: int) -> PyTree:
-    """`count` rows of every leaf, from row `first` on."""
+    """Returns `count` rows of every leaf, from row `first` on."""
     return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, count), tree)
 
 
 def _set_row(tree: PyTree, row: Int[Array, ""], new: PyTree) -> PyTree:
-    """The tree with one row of every leaf [R, ...] replaced by `new`, [1, ...]."""
+    """Returns the tree with one row of every leaf [R, ...] replaced by `new`, [1, ...]."""
     return jax.tree.map(
         lambda leaf, part: lax.dynamic_update_slice_in_dim(leaf, part, row, 0), tree, new
     )

@@ -16,11 +16,11 @@ def narrow(
     top_k: int | Int[Array, ""] | None = None,
     top_p: float | Float[Array, ""] | None = None,
 ) -> Float[Array, "B V"]:
-    """log_probs / temperature, and -inf for all but the top_k and, of these, the top_p.
+    """Divides log_probs by the temperature; -inf for all but the top_k and, of these, the top_p.
 
     top_p keeps the fewest likeliest tokens whose share of the probability left by temperature and
-    top_k is at least top_p (Holtzman et al. 2020); the likeliest token always stays, and so does
-    any exactly as likely as the last one kept. The result is not normalised.
+    top_k is at least top_p (Holtzman et al. 2020). The likeliest token always stays, and so does
+    any token exactly as likely as the last one kept. The result [B, V] is not normalised.
     """
     scaled = log_probs / temperature
     if top_k is None and top_p is None:
@@ -39,7 +39,7 @@ def narrow(
 def draw(
     log_probs: Float[Array, "B V"], keys: Key[Array, " B"], index: Int[Array, " B"]
 ) -> Int[Array, "B 1"]:
-    """The next token of each sentence, drawn with the sentence's key and its index in the sentence.
+    """Draws the next token of each sentence with its key, folded with the token's index: [B, 1].
 
     The probabilities need no normalisation.
     """
@@ -56,12 +56,12 @@ def sample(
     keys: Callable[[PyTree], Key[Array, " B"]],
     draw_from: Callable[[Float[Array, "B V"]], Float[Array, "B V"]] = narrow,
 ) -> Hypotheses:
-    """A translation of each sentence drawn with a key of its own: [Q, 1, T].
+    """Draws one translation of each sentence, with a key of its own: tokens [Q, 1, T].
 
-    `keys` gives the keys of the B sentences at work from what `search.prepare` gives of them. Each
-    token is drawn from what `draw_from` makes of the log-probabilities of the allowed tokens. The
-    log_probs and scores of the result are the model's own. All other arguments are those of
-    `greedy_search`.
+    `keys` makes the keys of the B sentences that are being decoded from what `search.prepare`
+    returned for them. Each token is drawn from what `draw_from` makes of the log-probabilities of
+    the allowed tokens. The log_probs and scores of the result are the model's own. All other
+    arguments are those of `greedy_search`.
     """
 
     def choose(log_probs: Float[Array, "B V"], index: Int[Array, " B"], ready: PyTree):

@@ -1,4 +1,4 @@
-"""Search: from next-token log-probabilities to the best translations (paper, section 6.1).
+"""Beam search and greedy search for the best translations (paper, section 6.1).
 
 The search knows no model. A step function takes the token each hypothesis emitted last, a cache,
 the index of that token (BOS has index 0) and the data of the sentences (memory, masks), and gives
@@ -29,7 +29,7 @@ Tokens = Int[Array, "B M L"]  # the hypotheses so far, BOS first: L = T + 1
 Index = Int[Array, " B"]  # how many tokens follow BOS
 LogProbs = Float[Array, "B M V"]
 Scores = Float[Array, "B M"]
-Alpha = float | Float[Array, ""]  # of the length penalty
+Alpha = float | Float[Array, ""]  # the exponent of the length penalty
 # (tokens, cache, index, what `prepare` gives of the sentences) -> (log-probabilities, cache)
 StepFn = Callable[[Int[Array, "B M"], PyTree, Index, PyTree], tuple[LogProbs, PyTree]]
 # (tokens, index, sentences) -> which token may come next
@@ -39,21 +39,21 @@ Choose = Callable[[Float[Array, "B V"], Index, PyTree], Int[Array, "B 1"]]
 # (cache, parents [B, M]) -> the cache after hypothesis m has become a child of parents[b, m]
 Move = Callable[[PyTree, Int[Array, "B M"]], PyTree]
 
-LARGEST_CHUNK = 128  # values of which `top_k` first compares the maxima
+LARGEST_CHUNK = 128  # the most values in a chunk; `top_k` first compares the chunks' maxima
 
 
 def anything(tokens: Tokens, index: Index, sentences: PyTree) -> Bool[Array, "1 1 1"]:
-    """Every token is allowed."""
+    """Allows every token."""
     return jnp.ones((1, 1, 1), bool)
 
 
 def likeliest(log_probs: Float[Array, "B V"], index: Index, sentences: PyTree) -> Int[Array, "B 1"]:
-    """The likeliest token."""
+    """Chooses the likeliest token."""
     return top_k(log_probs, 1)[1]
 
 
 def take(tree: PyTree[Shaped[Array, "B M ..."]], places: Int[Array, "B N"]) -> PyTree:
-    """From every leaf [B, M, ...] the given places of axis 1: [B, N, ...], in one gather each."""
+    """Takes the given places of axis 1 of every leaf: [B, M, ...] -> [B, N, ...], by one gather."""
 
     def take_leaf(leaf: Shaped[Array, "B M ..."]) -> Shaped[Array, "B N ..."]:
         index = places.reshape(*places.shape, *(1,) * (leaf.ndim - 2))
@@ -73,8 +73,8 @@ class Search:
     beam_size: int = 4  # M; 1 is greedy search by definition
     n_best: int = 1  # N, at most M
     length_penalty_alpha: Alpha = 0.6
-    rows: int | None = None  # B, a divisor of Q; None searches all sentences at a time
-    # Computes what the step function needs of B sentences, once; by default nothing.
+    rows: int | None = None  # B, a divisor of Q; None searches all sentences at once
+    # Computes, once for B sentences, what the step function needs of them; by default nothing.
     prepare: Prepare = lambda sentences: sentences
     allowed: Allowed = anything  # which token may come next
     choose: Choose = likeliest  # the next token where the beam is 1
@@ -82,10 +82,10 @@ class Search:
 
 
 class Hypotheses(NamedTuple):
-    """The N best of each sentence, best first, finished ones before unfinished ones.
+    """The N best hypotheses of each sentence, best first, finished ones before unfinished ones.
 
-    tokens end in EOS if finished and are then padded; scores are log_probs / length_penalty.
-    A place without a hypothesis has score -inf, length 0, only pad tokens, and is not finished.
+    tokens end in EOS if finished and are then padded; scores are log_probs / length_penalty. A
+    place without a hypothesis has score -inf, length 0, only pad tokens, and is not finished.
     """
 
     tokens: Int[Array, "B N T"]
@@ -104,7 +104,7 @@ class _Beam(NamedTuple):
 
 
 class _State(NamedTuple):
-    """How far the search of each sentence is; its alive hypotheses all have the same length."""
+    """The state of each sentence's search; its alive hypotheses all have the same length."""
 
     alive: _Beam
     finished: _Beam
@@ -118,21 +118,25 @@ class _Sentences(NamedTuple):
 
 
 def length_penalty(lengths: Int[Array, "*shape"], alpha: Alpha) -> Float[Array, "*shape"]:
-    """((5 + n) / 6)^alpha (Wu et al. 2016), by which a log-probability is divided."""
+    """Returns ((5 + n) / 6)^alpha for lengths n (Wu et al. 2016).
+
+    The score of a hypothesis is its log-probability divided by this.
+    """
     return ((5.0 + lengths) / 6.0) ** alpha
 
 
 def beam_search(
     step_fn: StepFn, cache: PyTree, sentences: PyTree, max_lengths: Int[Array, " Q"], search: Search
 ) -> Hypotheses:
-    """The n_best translations of each sentence that a beam of beam_size finds: [Q, N, T].
+    """Finds the n_best translations of each sentence with a beam of beam_size: tokens [Q, N, T].
 
     Each step ranks the 2M best one-token extensions; those that end in EOS join the finished, and
-    the best M of the rest live on (tensor2tensor's rules). A sentence stops when nothing alive can
-    enter its n_best any more, or at max_lengths[q] <= T tokens, and its row is given to the next
-    sentence (rows.py). Rows do not mix, so neighbours do not matter. A hypothesis that is still
-    alive at the end is scored at its length and ranked after the finished ones. A token that is not
-    allowed loses its probability without renormalisation, so scores stay the model's.
+    the best M of the rest live on (tensor2tensor's rules). A sentence stops when no alive
+    hypothesis can enter its n_best any more, or at max_lengths[q] <= T tokens, and its row is given
+    to the next sentence (decoding/rows.py). No row depends on another, so the other sentences do
+    not matter. A hypothesis that is still alive at the end is scored at its length and ranked after
+    the finished ones. A token that is not allowed loses its probability without renormalisation, so
+    that scores stay the model's.
 
     Leaves of `sentences` are [Q, ...]; those of `cache` are [B, M, ...], with room for T tokens.
     """
@@ -157,10 +161,10 @@ def beam_search(
 def greedy_search(
     step_fn: StepFn, cache: PyTree, sentences: PyTree, max_lengths: Int[Array, " Q"], search: Search
 ) -> Hypotheses:
-    """The token of `search.choose` at every step, until EOS or max_lengths[q] tokens: [Q, 1, T].
+    """Takes the token of `search.choose` at each step, to EOS or max_lengths[q]: tokens [Q, 1, T].
 
-    The arguments are those of `beam_search` with M = N = 1, whatever `search` says of the two. The
-    log_probs and scores of the result are the model's own, whatever `search.choose` goes by.
+    The arguments are those of `beam_search`; M and N are 1, whatever `search` says. The log_probs
+    and scores of the result are the model's own, whatever `search.choose` goes by.
     """
     search = dataclasses.replace(search, beam_size=1, n_best=1)
 
@@ -181,7 +185,7 @@ def greedy_search(
 
 
 def _run(step: Step, cache: PyTree, sentences: _Sentences, search: Search) -> Hypotheses:
-    """Searches every sentence, but those with a limit of 0, which have no hypothesis."""
+    """Searches every sentence, except those with a limit of 0, which get no hypothesis."""
 
     def prepare(some: _Sentences) -> _Sentences:
         return some._replace(data=search.prepare(some.data))
@@ -192,7 +196,10 @@ def _run(step: Step, cache: PyTree, sentences: _Sentences, search: Search) -> Hy
 
 
 def _start(search: Search, rows: int) -> _State:
-    """One empty hypothesis per sentence, probability 1; the other places hold none."""
+    """Returns the state at a sentence's start: one empty hypothesis of probability 1.
+
+    The other M - 1 places hold no hypothesis.
+    """
     shape = rows, search.beam_size
     tokens = jnp.full((*shape, search.length + 1), search.pad_id, jnp.int32)
     tokens = tokens.at[:, :, 0].set(search.bos_id)
@@ -205,7 +212,7 @@ def _start(search: Search, rows: int) -> _State:
 def _next(
     step_fn: StepFn, allowed: Allowed, alive: _Beam, cache: PyTree, sentences: PyTree
 ) -> tuple[LogProbs, PyTree]:
-    """The log-probabilities of the next token, -inf where it is not allowed, and the new cache."""
+    """Returns log-probabilities of the next token, -inf where it is not allowed, and the cache."""
     index = alive.lengths[:, 0]
     last = jnp.take_along_axis(alive.tokens, index[:, None, None], 2, mode="promise_in_bounds")
     log_probs, cache = step_fn(last[:, :, 0], cache, index, sentences)
@@ -216,9 +223,9 @@ def _next(
 def _extend(
     alive: _Beam, log_probs: LogProbs
 ) -> tuple[_Beam, Int[Array, "B 2*M"], Int[Array, "B 2*M"]]:
-    """The 2M likeliest extensions by one token, best first, that token, and the parent's place.
+    """Returns the 2M likeliest extensions by one token, best first, the token, the parent's place.
 
-    At most M of them can end in EOS, one for each parent, so at least M go on.
+    At most M extensions end in EOS, one for each parent, so at least M go on.
     """
     batch, beam, vocab = log_probs.shape
     totals = (alive.log_probs[:, :, None] + log_probs).reshape(batch, beam * vocab)
@@ -229,16 +236,17 @@ def _extend(
 
 
 def _write(tokens: Tokens, last: Int[Array, "B M"], places: Int[Array, "B M"]) -> Tokens:
-    """The hypotheses with token last[b, m] written at places[b, m]."""
+    """Returns the hypotheses with token last[b, m] written at places[b, m]."""
     here = jnp.arange(tokens.shape[2])[None, None] == places[:, :, None]
     return jnp.where(here, last[:, :, None].astype(tokens.dtype), tokens)
 
 
 def top_k(values: Float[Array, "B C"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """lax.top_k along axis 1, several times faster over many values on a CPU: K = count.
+    """Does what lax.top_k does along axis 1, several times faster over many values on a CPU.
 
-    The K largest values lie in the K chunks with the largest maxima, so only these are ranked. The
-    chunks stay in their order, so that of equal values the first comes first, as in lax.top_k.
+    K = count. The K largest values lie in the K chunks with the largest maxima, so only these
+    chunks are ranked. The chunks stay in their order, so that of equal values the first comes
+    first, as in lax.top_k.
     """
     size = values.shape[1]
     width = max(w for w in range(1, LARGEST_CHUNK + 1) if size % w == 0)
@@ -252,11 +260,11 @@ def top_k(values: Float[Array, "B C"], count: int) -> tuple[Float[Array, "B K"],
 def _is_done(
     alive: _Beam, finished: _Beam, max_lengths: Int[Array, " B"], search: Search
 ) -> Bool[Array, " B"]:
-    """Whether nothing alive can enter the n_best: none is left, too long, or too unlikely.
+    """Says whether a sentence's search is over: no alive hypothesis can enter the n_best.
 
-    Log-probabilities only fall, so the best alive one divided by the largest penalty still to come
-    is a bound. The penalty is monotone in the length: its largest value is at the next length
-    (alpha < 0) or at the last.
+    Either none is left, or the limit is reached, or all are too unlikely. Log-probabilities only
+    fall, so the best alive one divided by the largest penalty still to come is a bound. The penalty
+    is monotone in the length: its largest value is at the next length (alpha < 0) or at the last.
     """
     lengths, alpha = alive.lengths[:, 0], search.length_penalty_alpha
     penalty = jnp.maximum(length_penalty(lengths + 1, alpha), length_penalty(max_lengths, alpha))
@@ -266,9 +274,10 @@ def _is_done(
 
 
 def _rank(found: _State, search: Search) -> Hypotheses:
-    """The n_best of each sentence: finished ones, then unfinished ones, then empty places.
+    """Ranks the n_best of each sentence: finished ones, then unfinished ones, then empty places.
 
-    The finished and the alive are sorted already, so a stable sort by these three groups is enough.
+    The finished and the alive hypotheses are each sorted already, so a stable sort by these three
+    groups is enough.
     """
     both = _join(found.finished, found.alive)
     is_finished = jnp.arange(both.lengths.shape[1]) < found.finished.lengths.shape[1]
@@ -291,7 +300,7 @@ def _scores(beam: _Beam, alpha: Alpha) -> Scores:
 
 
 def _only(beam: _Beam, keep: Bool[Array, "B M"]) -> _Beam:
-    """The hypotheses marked by `keep`; all others cease to exist."""
+    """Keeps the hypotheses marked by `keep`; all others cease to exist."""
     return beam._replace(log_probs=jnp.where(keep, beam.log_probs, -jnp.inf))
 
 
@@ -300,6 +309,6 @@ def _join(first: _Beam, second: _Beam) -> _Beam:
 
 
 def _best(beam: _Beam, keys: Scores, count: int) -> tuple[_Beam, Int[Array, "B {count}"]]:
-    """The count hypotheses with the largest keys, largest first, and their places."""
+    """Returns the `count` hypotheses with the largest keys, largest first, and their places."""
     _, places = lax.top_k(keys, count)
     return take(beam, places), places

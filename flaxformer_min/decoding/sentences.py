@@ -1,4 +1,4 @@
-"""From lines to the padded ids that the compiled functions take."""
+"""Turns lines into the padded token ids that the compiled functions take."""
 
 import logging
 import zlib
@@ -27,7 +27,7 @@ class Sentence(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The positions that it needs: those of the source, or of the prefix and EOS."""
+        """The positions that it needs: those of its source, or of its prefix and EOS if more."""
         return max(len(self.source), len(self.prefix) + 1)
 
 
@@ -39,7 +39,7 @@ class PaddedSentences(NamedTuple):
 
     source: Int[Array, "B S"]
     prefixes: Int[Array, "B P"] | None  # None if no sentence has one
-    # For random draws: a checksum of the source ids, and the number of the draw (pad_sentences).
+    # For sampling: a checksum of the source ids, and the number of the draw (see pad_sentences).
     draws: UInt[Array, "B 2"]
 
 
@@ -50,7 +50,10 @@ def encode_sentences(
     longest: int,
     first_line: int,
 ) -> list[Sentence]:
-    """The lines that are not blank, each cut to `longest` ids and with its prefix, if any."""
+    """Encodes the lines that are not blank, each cut to `longest` ids and with its prefix, if any.
+
+    `first_line` is the number of lines[0] in warnings.
+    """
     places = [place for place, line in enumerate(lines) if not is_blank(line)]
     numbers = [first_line + place for place in places]
     sources = encode_lines(tokenizer, [lines[place] for place in places], numbers, longest)
@@ -64,10 +67,10 @@ def encode_sentences(
 def encode_lines(
     tokenizer: Tokenizer, lines: Sequence[str], numbers: Sequence[int], longest: int
 ) -> list[list[int]]:
-    """The token ids of each line, EOS last.
+    """Returns the token ids of each line, EOS last.
 
-    A line of more than `longest` ids is cut, with a warning that names its number; its last id
-    becomes EOS.
+    A line of more than `longest` ids is cut, with a warning that names its number in `numbers`; its
+    last id becomes EOS.
     """
     encoded = tokenizer.encode_batch(lines)
     for number, ids in zip(numbers, encoded, strict=True):
@@ -80,7 +83,7 @@ def encode_lines(
 def pad_sentences(
     sentences: Sequence[Sentence], width: int, pad_id: int, *, with_prefixes: bool
 ) -> PaddedSentences:
-    """The sentences padded to `width`.
+    """Pads the sources of the sentences, and the prefixes if there are any, to `width` ids.
 
     A random draw must not depend on the place of a line among other lines. So its key is made from
     the user's seed, the number of the draw, and a checksum (CRC-32) of the line's source ids.

@@ -1,4 +1,4 @@
-"""Lines from a stream, translated as they come."""
+"""Translates the lines of a stream as they come."""
 
 import io
 import itertools
@@ -26,14 +26,15 @@ def translate_stream(
     as_json: bool = False,
     write_attention: Write | None = None,
 ) -> Iterator[list[str]]:
-    """The translations of a stream's lines, in order, a list for each group of `ready_lines`.
+    """Yields the translations of a stream's lines in order, a list for each group of `ready_lines`.
 
-    `errors`: "replace" puts U+FFFD in place of bytes that are not UTF-8. `one_by_one` answers each
-    line before the next is translated. `prefix` is a file with the beginning of each translation,
-    blank for a free one. `as_json` gives for each line a JSON array of its n_best hypotheses.
-    `write_attention` gets the number, pieces and weights of each line that is not blank.
-    Raises UserError where the text is not UTF-8 or the prefix file has another number of lines,
-    and for the reasons of `Translator.translate`, also if no line comes.
+    If `errors` is "replace", U+FFFD takes the place of bytes that are not UTF-8. `one_by_one`
+    answers each line before the next is translated. `prefix` names a file with the beginning of
+    each translation, in which a blank line leaves the translation free. `as_json` gives for each
+    line a JSON array of its n_best hypotheses. `write_attention` is called with the number, pieces
+    and weights of each line that is not blank. Raises UserError if the text is not UTF-8 or the
+    prefix file has another number of lines, and for the reasons of `Translator.translate`, even if
+    the stream has no line.
     """
     options.with_defaults(translator.config.decode)
     all_prefixes = None if prefix is None else read_lines(prefix)
@@ -58,9 +59,10 @@ def translate_stream(
 
 
 def ready_lines(source: io.BufferedIOBase, *, one_by_one: bool = False) -> Iterator[list[bytes]]:
-    """The lines of a stream in groups: the lines that are there, of READ_BYTES at most.
+    """Yields the lines of a stream in groups: the lines that have arrived, at most READ_BYTES.
 
-    A line waits for its end; nothing waits for more lines. `one_by_one` makes a group of each line.
+    A line that has arrived in part waits for its end; whole lines wait for nothing. `one_by_one`
+    makes every line a group of its own.
     """
     rest = b""
     while data := source.read1(READ_BYTES):
@@ -74,7 +76,7 @@ def ready_lines(source: io.BufferedIOBase, *, one_by_one: bool = False) -> Itera
 
 
 def to_json(translation: Translation) -> str:
-    """The n best of a line, best first, as a JSON array."""
+    """Returns the n_best hypotheses of a line, best first, as a JSON array."""
     hypotheses = [
         {
             "text": each.text,

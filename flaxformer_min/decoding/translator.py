@@ -1,8 +1,8 @@
-"""From a checkpoint to translations: lines in, the same number of lines out, in order.
+"""The Translator: it loads a checkpoint and translates lines, one translation for each, in order.
 
-Lines are sorted by length and decoded in batches of few static shapes (batches.py). A line's shape
-depends on its own length alone, and rows do not mix, so neighbours cannot change a bit of a
-translation.
+Lines are sorted by length and decoded in batches of few static shapes (decoding/batches.py). The
+shape for a line depends on the line's own length alone, and no row of a batch depends on another,
+so the other lines cannot change a bit of a translation.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from flaxformer_min.model.attention_weights import AttentionWeights, attention_w
 from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.system.threads import map_ahead
 
-# A batch is too small to keep the cores of a CPU busy, so there is one for each.
+# One batch is too small to keep the cores of a CPU busy, so several are computed at once.
 BATCHES_AT_ONCE = min(os.cpu_count() or 1, 8)
 
 
@@ -48,8 +48,9 @@ BATCHES_AT_ONCE = min(os.cpu_count() or 1, 8)
 class Translation:
     """The translation of a line.
 
-    score is log_prob over the length penalty. tokens end in EOS unless the length limit came first;
-    then finished is False. A blank line has no tokens and score 0.
+    score is log_prob, in nats, divided by the length penalty. tokens end in EOS unless the length
+    limit came first; then finished is False. The translation of a blank line has no tokens and
+    score 0.
     """
 
     text: str
@@ -58,8 +59,8 @@ class Translation:
     tokens: tuple[int, ...]
     finished: bool
     source: tuple[int, ...] = ()  # the ids that the model read, EOS included: a long line is cut
-    others: tuple["Translation", ...] = ()  # the next best, n_best - 1 or as many as there are
-    # If asked for: [L, H, queries, keys] at each site, without padding.
+    others: tuple["Translation", ...] = ()  # the next best, at most n_best - 1 of them
+    # Only if asked for: weights [L, H, queries, keys] of each site, without padding.
     attention: AttentionWeights | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
@@ -77,10 +78,10 @@ class TokenScores(NamedTuple):
 class Translator:
     """One model, or several as an ensemble, with their tokenizer; safe to use from many threads.
 
-    Functions are compiled once for each shape and kind of search, and their batches are shared by
-    the devices. `others` are further models by config and parameters; probabilities are the mean.
-    `params` (of the first model) may be replaced by others of the same shapes at any time, without
-    recompiling.
+    Functions are compiled once for each shape and kind of search, and the devices share each batch.
+    `others` are the config and parameters of each further model; the probabilities of all models
+    are averaged. `params` (of the first model) may be replaced by others of the same shapes at any
+    time, without recompiling.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Translator:
         others: Sequence[tuple[ModelConfig, Params]] = (),
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
-        """`devices` are all of this process by default."""
+        """`step` is the checkpoint's; `devices` are by default all devices of this process."""
         self.config, self.tokenizer, self.step = config, tokenizer, step
         devices = devices or jax.local_devices()
         self._devices = len(devices)
@@ -115,9 +116,9 @@ class Translator:
     def load(
         cls, directory: str | Path, *others: str | Path, step: int | Literal["best"] | None = None
     ) -> "Translator":
-        """From a workdir's newest good checkpoint (or `step`), or from one checkpoint directory.
+        """Loads a workdir's newest good checkpoint (or `step`), or one checkpoint directory.
 
-        Further directories make an ensemble. Raises UserError where their tokenizers differ, and
+        Further directories make an ensemble. Raises UserError if their tokenizers differ, and
         UserError and CheckpointError for the reasons of `load_for_inference`.
         """
         first, *rest = (load_for_inference(path, step) for path in (directory, *others))
@@ -150,13 +151,14 @@ class Translator:
         prefixes: Sequence[str] | None = None,
         first_line: int = 1,
     ) -> list[Translation]:
-        """One Translation for each line, in order.
+        """Returns one Translation for each line, in order.
 
-        A blank line gives an empty one without calling the model. A line longer than the model
-        takes is translated from its first tokens, with a warning, which takes `first_line` as the
-        number of lines[0]. The translation of lines[n] begins with prefixes[n], if that is not
-        blank; the prefix counts in the score and towards the length.
-        Raises UserError for options that are out of range or contradict each other.
+        A blank line gives an empty Translation without calling the model. A line longer than the
+        model takes is translated from its first tokens, with a warning that names the line's
+        number, where lines[0] has number `first_line`. The translation of lines[n] begins with
+        prefixes[n], if that is not blank; the prefix counts in the score and towards the length.
+        Raises UserError for options that are out of range or contradict each other, and for
+        attention weights of an ensemble.
         """
         translations = [EMPTY] * len(lines)
         for batch in self.decode(lines, options, prefixes=prefixes, first_line=first_line):
@@ -172,9 +174,10 @@ class Translator:
         prefixes: Sequence[str] | None = None,
         first_line: int = 1,
     ) -> Iterator[list[tuple[int, Translation]]]:
-        """The (place, Translation) of every line that is not blank, batch by batch.
+        """Yields the (place, Translation) of every line that is not blank, batch by batch.
 
-        Between two batches the caller may stop. The arguments are those of `translate`.
+        `place` is the line's index in `lines`. The caller may stop between two batches. The
+        arguments and errors are those of `translate`.
         """
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
@@ -191,15 +194,16 @@ class Translator:
             weights = self._attention(batch, found) if options.attention else None
             return list(self._translations(chosen, jax.device_get(found), weights))
 
-        # Attention weights are large, so that fewer lines at a time have theirs.
+        # Attention weights are large, so that fewer lines are in a batch.
         lines_per_row = 1 if options.attention else LINES_PER_ROW
         batches = self._batches([sentence.length for sentence in sentences], lines_per_row)
         yield from map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
-        """The log-probability of each pair's target given its source, EOS included, in order.
+        """Returns the log-probability of each pair's target given its source, in nats, in order.
 
-        A side longer than the model takes counts by its first tokens, with a warning.
+        EOS is included. A side that is longer than the model takes is cut to its first tokens, with
+        a warning.
         """
         scored = self.score_tokens(pairs, first_line=first_line)
         return [math.fsum(each.log_probs) for each in scored]
@@ -207,7 +211,10 @@ class Translator:
     def score_tokens(
         self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1
     ) -> list[TokenScores]:
-        """The log-probability of each token of each pair's target; their sums are `score`."""
+        """Returns the log-probability of each token of each pair's target, in nats, in order.
+
+        `score` returns their sums.
+        """
         numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
         sources, targets = (
             encode_lines(self.tokenizer, [pair[side] for pair in pairs], numbers, self._longest)
@@ -234,7 +241,7 @@ class Translator:
         return show_progress(batches, len(lengths))
 
     def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:
-        """The weights of the best hypothesis of each sentence, of the second best, and so on."""
+        """Returns the weights by rank: those of every sentence's best hypothesis come first."""
         ranks = range(found.tokens.shape[1])
         pairs = [(batch.source, found.tokens[:, rank]) for rank in ranks]
         return [jax.device_get(self._weigh(self._params, pair)) for pair in pairs]
@@ -242,7 +249,7 @@ class Translator:
     def _translations(
         self, sentences: list[Sentence], found: Hypotheses, weights: list[AttentionWeights] | None
     ) -> Iterator[tuple[int, Translation]]:
-        """The place and the hypotheses of each sentence, the best with all others in it."""
+        """Yields each sentence's place and best hypothesis, which holds all others in `others`."""
 
         def hypothesis(row: int, rank: int) -> Translation:
             source, here = tuple(sentences[row].source), (row, rank)
@@ -270,7 +277,7 @@ class Translator:
 def _weigh(
     graphdef: nnx.GraphDef, tokenizer: Tokenizer, params: Params, pairs: Pairs
 ) -> AttentionWeights:
-    """The attention weights of a model on pairs of source and target."""
+    """Returns the attention weights of a model on pairs of source and target ids."""
     model = nnx.merge(graphdef, params)
     return attention_weights(model, *pairs, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
 
@@ -278,7 +285,7 @@ def _weigh(
 def _without_padding(
     weights: AttentionWeights, row: int, source: int, target: int
 ) -> AttentionWeights:
-    """The weights of one row, [L, H, queries, keys], for source and target of these lengths."""
+    """Cuts the weights of one row, [L, H, queries, keys], to these lengths of source and target."""
     return AttentionWeights(
         weights.encoder[row, :, :, :source, :source].copy(),
         weights.decoder[row, :, :, :target, :target].copy(),

@@ -20,12 +20,12 @@ Context = Float[Array, "B H T U"]
 def scaled_dot_product_attention(
     query: Query, key: Keys, value: Values, mask: Mask, *, return_weights: bool = False
 ) -> Context | tuple[Context, Weights]:
-    """softmax(Q K^T / sqrt(K) + M) V, with M minus infinity where the mask is False.
+    """Computes softmax(Q K^T / sqrt(d_k) + M) V, where M is minus infinity where the mask is False.
 
-    A masked key has weight exactly 0; a query with no allowed key has weights and output 0 (a
-    softmax over nothing, which would be NaN). Scores and softmax are at least float32 whatever
-    the inputs are; the output has the value's dtype. `return_weights` also gives the weights
-    [B, H, T, S].
+    It returns the output [B, H, T, U], and with `return_weights` also the weights [B, H, T, S]. A
+    masked key has weight exactly 0. A query with no allowed key has weights and output 0, where a
+    softmax over nothing would be NaN. Scores and softmax are computed in at least float32, whatever
+    the dtype of the inputs is; the output has the dtype of `value`.
     """
     output, weights = attend(query, key, value, mask)
     return (output, weights) if return_weights else output
@@ -38,9 +38,10 @@ def attend(
     mask: Mask,
     drop: Callable[[Weights], Weights] | None = None,
 ) -> tuple[Context, Weights]:
-    """`scaled_dot_product_attention` and its weights, before `drop` takes some of them away.
+    """Returns the output of `scaled_dot_product_attention` and the weights [B, H, T, S].
 
-    `drop` is dropout on the weights, in training.
+    In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
+    whereas the weights that are returned are those before dropout.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum(
@@ -53,19 +54,21 @@ def attend(
 
 
 def masked_softmax(scores: Weights, mask: Mask) -> Weights:
-    """Softmax over the allowed keys of each row; exactly 0 elsewhere and in rows that allow none.
+    """Takes the softmax of scores [B, H, T, S] over the keys that each query may attend to.
 
-    The lowest finite number stands for minus infinity: a row without an allowed key then has a
-    finite softmax, and finite gradients, before the second `where` sets it to 0.
+    A masked key gets exactly 0, and so does every key of a query that may attend to none. The
+    lowest finite number stands for minus infinity: a query without an allowed key then has a finite
+    softmax, and finite gradients, before the outer `where` sets it to 0.
     """
     lowest = jnp.finfo(scores.dtype).min
     return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1), 0)
 
 
 def cudnn_attention(query: Query, key: Keys, value: Keys, mask: Mask) -> Query:
-    """`scaled_dot_product_attention` by cuDNN's fused kernel, which keeps nothing of size T x S.
+    """Does what `scaled_dot_product_attention` does in cuDNN's kernel, which stores no T x S array.
 
-    For NVIDIA GPUs and bfloat16 only. A query with no allowed key reads the mean of the values.
+    It needs an NVIDIA GPU, bfloat16 and values as wide as keys (U = K). A query with no allowed key
+    gets the mean of the values instead of 0.
     """
     heads_inside = (x.swapaxes(1, 2) for x in (query, key, value))
     context = jax.nn.dot_product_attention(*heads_inside, mask=mask, implementation="cudnn")

@@ -1,4 +1,8 @@
-"""Who attended to whom: the attention weights of the three sites (paper, section 3.2.3)."""
+"""The attention weights of a forward pass at its three sites (paper, section 3.2.3).
+
+The sites are self-attention in the encoder, self-attention in the decoder, and cross-attention.
+Letters: B batch, L layers, H heads, S source length, T target length.
+"""
 
 from typing import NamedTuple
 
@@ -10,10 +14,11 @@ from flaxformer_min.model.transformer import Source, Target, Transformer
 
 
 class AttentionWeights(NamedTuple):
-    """The weights of every layer and head, [B, L, H, queries, keys]; each row sums to 1.
+    """The weights of every layer and head, [B, L, H, queries, keys]; those of one query sum to 1.
 
-    Entries that a mask hides are exactly 0. Query t of the decoder is its input when it emits token
-    t: BOS for the first token, token t - 1 later. Its keys are the same inputs.
+    A key that a mask hides has weight exactly 0. Query t of the decoder is the decoder's input when
+    it predicts target token t: BOS for the first token, the target token before it for a later one.
+    The keys of the decoder's self-attention are these same inputs.
     """
 
     encoder: Float[Array, "B L H S S"]
@@ -24,7 +29,11 @@ class AttentionWeights(NamedTuple):
 def attention_weights(
     model: Transformer, source: Source, target: Target, *, pad_id: int, bos_id: int
 ) -> AttentionWeights:
-    """The weights of the model's own forward pass on source and target ids, without dropout."""
+    """Returns the weights of one forward pass on source [B, S] and target [B, T], without dropout.
+
+    Source and target are token ids that end in EOS, padded. The function puts BOS before the
+    target.
+    """
     taps = {"encoder": {}, "decoder": {}}
     forced_states(model, source, target, pad_id=pad_id, bos_id=bos_id, taps=taps)
     sites = (

@@ -1,22 +1,25 @@
-"""The decoder one token at a time, with the keys and values of its past in a cache.
+"""The decoder one token at a time, with the keys and values of earlier tokens in a cache.
 
-The paper does not speak of it: its result is that of the whole decoder on the whole prefix. Search
-keeps M hypotheses of each sentence, and each of them is a query on one cache that they share.
+The cache is not in the paper. It changes no result: decoding a prefix token by token gives the
+logits of `Transformer.decode` on the whole prefix. A search keeps M hypotheses of each sentence,
+and all of them share one cache.
 
-One layer's cache is a list of blocks of positions. M = 3 hypotheses, the first block:
+The cache of one layer is a list of blocks. A block holds the keys and values of some consecutive
+positions, with M slots for each position. For M = 3 the first block begins like this:
 
     position       0           1           2
     slot        0  1  2     0  1  2     0  1  2       slot m of position l is row l * M + m
     row         0  1  2     3  4  5     6  7  8
 
-Slot m of position l is written once, by the hypothesis that had place m when its token number l was
-read. When hypotheses change places, no key and no value moves. `ancestors` moves instead, which
-says of each hypothesis whose slots are its own past. Here hypothesis 0 came from slot 0, then 1:
+Slot m of position l is written once, by the hypothesis that was number m when token l was decoded.
+When the search reorders its hypotheses, no key and no value moves. Only `ancestors` changes, the
+mask that says which slots are the past of which hypothesis. In this example the past of hypothesis
+0 is slot 0 of position 0 and slot 1 of position 1, and it has just written its own slot:
 
     ancestors[b, 0]     l = 0: slot 0      l = 1: slot 1      l = 2: slot 0 (its own new one)
 
-Letters: B sentences, M hypotheses of each, L positions, D d_model, H heads, K d_k, U d_v,
-V vocabulary.
+Letters: B sentences, M hypotheses of each, L positions, S source length, D d_model, H heads, K d_k,
+U d_v, V vocabulary.
 """
 
 import functools
@@ -32,21 +35,25 @@ from flaxformer_min.model.dropout import MaybeKey
 from flaxformer_min.model.layers import KeysValues, MultiHeadAttention, SourceMask
 from flaxformer_min.model.transformer import Transformer
 
-# The first block has 16 positions; each later one as many, or a quarter of all positions before it
-# if that is more: 16 16 16 16 16 20 25 ... The last one has what is left.
+# The first block has 16 positions. Each later block has as many, or a quarter of all positions
+# before it if that is more: 16 16 16 16 16 20 25 ... The last block has what is left.
 FIRST_BLOCK = 16
 
 
 class CacheBlock(NamedTuple):
-    """The keys and values of one layer at some positions: slot m of position l is row l * M + m."""
+    """The keys and values of one layer at the L positions of one block.
+
+    Slot m of position l, counted from the block's first position, is row l * M + m.
+    """
 
     keys: Float[Array, "B H K LM"]  # transposed: the layout the score product reads fastest
     values: Float[Array, "B H LM U"]
 
     def written(self, new: KeysValues, index: Int[Array, " B"]) -> "CacheBlock":
-        """A copy in which position index[b] holds `new`, [B, H, M, K] and [B, H, M, U].
+        """Returns a copy that holds `new`, [B, H, M, K] and [B, H, M, U], at position index[b].
 
-        It is unchanged for a sentence whose index[b] lies in another block.
+        The index counts from the block's first position. A sentence whose index[b] lies outside of
+        this block keeps its old keys and values.
         """
         keys = new.keys.swapaxes(2, 3).astype(self.keys.dtype)
         values = new.values.astype(self.values.dtype)
@@ -55,22 +62,22 @@ class CacheBlock(NamedTuple):
 
 
 class DecodingCache(NamedTuple):
-    """What the hypotheses of a batch have as their past.
+    """The past of all hypotheses of a batch: keys and values, and whose past each of them is.
 
-    ancestors[b, m, l, n] is True if slot n wrote the token that hypothesis m has at position l.
+    ancestors[b, m, l, n] is True if slot n of position l belongs to the past of hypothesis m.
     """
 
     ancestors: Bool[Array, "B M L M"]
-    layers: list[list[CacheBlock]]  # for each layer its blocks of positions
+    layers: list[list[CacheBlock]]  # the blocks of each layer
 
     def moved(self, parents: Int[Array, "B M"]) -> "DecodingCache":
-        """The cache after hypothesis m has become a child of hypothesis parents[b, m]."""
+        """Returns the cache after hypothesis m has become a child of hypothesis parents[b, m]."""
         ancestors = jnp.take_along_axis(self.ancestors, parents[:, :, None, None], axis=1)
         return self._replace(ancestors=ancestors)
 
 
 def block_sizes(length: int) -> list[int]:
-    """The numbers of positions in the blocks of a cache, `length` together."""
+    """Returns the number of positions of each block of a cache; they sum to `length`."""
     sizes: list[int] = []
     while (total := sum(sizes)) < length:
         sizes.append(min(max(FIRST_BLOCK, total // 4), length - total))
@@ -78,7 +85,7 @@ def block_sizes(length: int) -> list[int]:
 
 
 def init_cache(model: Transformer, batch: int, hypotheses: int, length: int) -> DecodingCache:
-    """An empty cache with room for `length` positions of `hypotheses` for each of `batch`."""
+    """Returns an empty cache of `length` positions for `batch` sentences of `hypotheses` each."""
     config, dtype = model.config, model.dtype
     heads = batch, config.num_heads
     sizes = [positions * hypotheses for positions in block_sizes(length)]
@@ -90,7 +97,10 @@ def init_cache(model: Transformer, batch: int, hypotheses: int, length: int) -> 
 
 
 def memory_keys_values(model: Transformer, memory: Float[Array, "B S D"]) -> list[KeysValues]:
-    """Each decoder layer's keys and values of memory [B, S, D]; every step attends to the same."""
+    """Returns each decoder layer's cross-attention keys and values of memory [B, S, D].
+
+    They are the same at every step of a search, so that they are computed only once.
+    """
     return [layer.cross_attention.keys_values(memory) for layer in model.decoder]
 
 
@@ -102,11 +112,13 @@ def decode_step(
     memories: list[KeysValues],
     source_mask: SourceMask,
 ) -> tuple[Float[Array, "B M V"], DecodingCache]:
-    """Logits [B, M, V] after one more token of each hypothesis, tokens [B, M], and the new cache.
+    """Decodes one more token of each hypothesis; returns its logits [B, M, V] and the new cache.
 
-    The tokens of sentence b have position index[b]; BOS has 0. The logits equal column index[b] of
-    `Transformer.decode` on the whole prefixes. A sentence whose index is 0 has just begun: what the
-    cache holds there belongs to another sentence and is ignored.
+    `tokens` [B, M] are the tokens that the hypotheses emitted last. Those of sentence b have
+    position index[b]; BOS has position 0. The logits, which are those of the next token, equal
+    column index[b] of `Transformer.decode` on the whole prefixes. A sentence whose index is 0 has
+    just begun: what the cache holds in its row belongs to another sentence and is ignored.
+    `memories` are those of `memory_keys_values`, one for each layer.
     """
     batch, hypotheses, length, _ = cache.ancestors.shape
     assert model.config.positions == "sinusoidal" or length <= model.config.max_length
@@ -136,10 +148,11 @@ def attention_step(
     x: Float[Array, "B M D"],
     key: MaybeKey = None,
 ) -> Float[Array, "B M D"]:
-    """Self-attention of one new token of each hypothesis to its past: [B, M, D] -> [B, M, D].
+    """Lets the newest token of each hypothesis attend to its past: x [B, M, D] -> [B, M, D].
 
-    `ancestors` is the mask. A block that no sentence has come to yet is not read. `written` gets
-    the blocks with the new token in them. There is no dropout, so `key` is None.
+    `past` are the layer's blocks before this step, and `ancestors` is the mask. The function
+    appends the blocks with the new token in them to `written`. It does not read a block that no
+    sentence has come to yet. There is no dropout, so `key` is None.
     """
     batch, hypotheses, _ = x.shape
     new, furthest = attention.keys_values(x), jnp.max(index)
@@ -154,27 +167,31 @@ def attention_step(
 
 
 class MaskedBlock(NamedTuple):
-    """Keys and values of some positions, and which query may attend to which of them."""
+    """The keys and values of one block, and which query may attend to which key."""
 
     keys: Float[Array, "B H K S"]
     values: Values
     mask: Mask  # all False where the block is not needed
-    needed: Bool[Array, ""]
+    needed: Bool[Array, ""]  # whether any sentence has come to this block
 
 
 class _Sums(NamedTuple):
-    """Attention over the blocks so far, with weights exp(score - largest), not yet normalised."""
+    """Attention to the keys of the blocks so far, with weights exp(score - largest).
 
-    largest: Float[Array, "B H T 1"]  # score
-    total: Float[Array, "B H T 1"]  # of the weights
-    context: Context  # sum of weight x value
+    The weights are not normalised yet.
+    """
+
+    largest: Float[Array, "B H T 1"]  # the largest score
+    total: Float[Array, "B H T 1"]  # the sum of the weights
+    context: Context  # the sum of weight x value
 
 
 def attend_blocks(query: Query, blocks: Sequence[MaskedBlock]) -> Context:
-    """`scaled_dot_product_attention` to the keys of all blocks; those not needed cost nothing.
+    """Does what `scaled_dot_product_attention` does, with the keys and values of all blocks.
 
-    One block is added after the other, the first one always. A block whose mask is all False for a
-    query changes no bit of that query's result.
+    Queries [B, H, T, K] become outputs [B, H, T, U]. The blocks are added one after another: the
+    first one always, a later one only if it is needed, and otherwise it costs nothing. A block
+    whose mask is all False for a query changes no bit of that query's result.
     """
     first, *rest = blocks
     shape = *query.shape[:3], 1
@@ -193,7 +210,7 @@ def attend_blocks(query: Query, blocks: Sequence[MaskedBlock]) -> Context:
 
 
 def _add_block(sums: _Sums, query: Query, block: MaskedBlock) -> _Sums:
-    """The sums with one block more. They are at least float32 whatever the inputs are."""
+    """Returns the sums with one more block, in at least float32 whatever the inputs are."""
     product = functools.partial(
         jnp.einsum, precision="highest", preferred_element_type=sums.total.dtype
     )
@@ -202,7 +219,7 @@ def _add_block(sums: _Sums, query: Query, block: MaskedBlock) -> _Sums:
     here = jnp.where(block.mask, scores, lowest).max(axis=-1, keepdims=True)
     largest = jnp.maximum(sums.largest, here)
     weights = jnp.where(block.mask, jnp.exp(scores - largest), 0)
-    kept = jnp.exp(sums.largest - largest)  # 1 where nothing here is larger
+    kept = jnp.exp(sums.largest - largest)  # 1 where this block has no larger score
     return _Sums(
         largest,
         sums.total * kept + weights.sum(axis=-1, keepdims=True),
@@ -214,9 +231,9 @@ def _add_block(sums: _Sums, query: Query, block: MaskedBlock) -> _Sums:
 def put(
     x: Shaped[Array, "B ..."], new: Shaped[Array, "B ..."], places: Int[Array, " B"], axis: int
 ) -> Shaped[Array, "B ..."]:
-    """A copy of x that holds new[b] from places[b] on along `axis`.
+    """Returns a copy of x in which x[b] holds new[b] from places[b] on along `axis` of x.
 
-    Where new[b] would not lie within x, x is unchanged.
+    Where new[b] would not lie within x[b], x[b] is unchanged.
     """
     window = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(x.ndim - 1)),

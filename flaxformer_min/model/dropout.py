@@ -10,8 +10,8 @@ MaybeKey = Key[Array, ""] | None  # None in evaluation
 def dropout(x: Float[Array, "..."], rate: float, key: MaybeKey) -> Float[Array, "..."]:
     """Zeroes each entry with probability `rate` and divides the rest by 1 - rate.
 
-    No key means evaluation: x as it is. The mask has x's shape, so nothing is shared over
-    batch, heads or positions.
+    Without a key, which means evaluation, x is returned as it is. The mask has x's shape, so that
+    each entry is dropped independently of all others.
     """
     if key is None or rate == 0:
         return x
@@ -20,5 +20,5 @@ def dropout(x: Float[Array, "..."], rate: float, key: MaybeKey) -> Float[Array, 
 
 
 def split(key: MaybeKey, count: int) -> list[MaybeKey]:
-    """`count` independent keys from one, or as many Nones in evaluation."""
+    """Splits a key into `count` independent keys; returns `count` times None in evaluation."""
     return [None] * count if key is None else list(jax.random.split(key, count))

@@ -34,7 +34,10 @@ class KeysValues(NamedTuple):
 
 
 def layer_norm(x: States, scale: Float[Array, " D"], bias: Float[Array, " D"]) -> States:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias over D, in at least float32."""
+    """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias over D: [B, T, D] -> [B, T, D].
+
+    The computation is in at least float32; the result has x's dtype.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
@@ -43,12 +46,12 @@ def layer_norm(x: States, scale: Float[Array, " D"], bias: Float[Array, " D"]) -
 
 
 def xavier(rngs: nnx.Rngs, fan_in: int, fan_out: int) -> nnx.Param:
-    """A [fan_in, fan_out] kernel, Xavier uniform."""
+    """Returns a [fan_in, fan_out] kernel drawn from the Xavier uniform distribution."""
     return nnx.Param(jax.nn.initializers.xavier_uniform()(rngs.params(), (fan_in, fan_out)))
 
 
 class Residual(nnx.Module):
-    """What surrounds every sublayer (section 5.4): LayerNorm(x + Dropout(Sublayer(x)))."""
+    """The residual connection of a sublayer (section 5.4): LayerNorm(x + Dropout(Sublayer(x)))."""
 
     def __init__(self, config: ModelConfig):
         self.rate = config.dropout
@@ -56,14 +59,19 @@ class Residual(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.d_model))
 
     def __call__(self, x: States, sublayer: Callable[[States], States], key: MaybeKey) -> States:
-        """The sublayer is a function of x [B, T, D] and gives [B, T, D]."""
+        """Applies the sublayer and all that surrounds it: x [B, T, D] -> [B, T, D].
+
+        `sublayer` is a function from [B, T, D] to [B, T, D].
+        """
         return layer_norm(x + dropout(sublayer(x), self.rate, key), self.scale[...], self.bias[...])
 
 
 class MultiHeadAttention(nnx.Module):
     """Concat(head_1 .. head_H) W_O (section 3.2.2), without biases.
 
-    Kernels are [D, H x K] and [H x U, D], head by head: the Xavier fans are D and H x K.
+    The kernels are [D, H x K] for queries and keys, [D, H x U] for values and [H x U, D] for the
+    output. A kernel holds all heads side by side, and Xavier's fans are the sizes of the whole
+    kernel.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -83,12 +91,13 @@ class MultiHeadAttention(nnx.Module):
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> States:
-        """Lets each position of x [B, T, D] attend to S keys: [B, T, D]; taps get the weights.
+        """Lets each position of x [B, T, D] attend to S keys and returns [B, T, D].
 
-        The fused kernel of `config.attention` "cudnn", used in training, has no weights to show.
+        `taps` get the weights [B, H, T, S]. With `config.attention` "cudnn", training uses the
+        fused kernel, which has no weights to show.
         """
         query = self.heads(x, self.query[...])
-        if self.cudnn and key is not None:  # in training; evaluation runs on any machine
+        if self.cudnn and key is not None:  # in training only: evaluation must run on any machine
             return self.merge(cudnn_attention(query, *keys_values, mask))
         drop = functools.partial(dropout, rate=self.rate, key=key)
         context, weights = attend(query, *keys_values, mask, drop)
@@ -96,12 +105,12 @@ class MultiHeadAttention(nnx.Module):
         return self.merge(context)
 
     def heads(self, x: States, kernel: Float[Array, "D HK"]) -> Float[Array, "..."]:
-        """Projects x and splits it into heads: [B, T, D] -> [B, H, T, K]."""
+        """Projects x and splits it into heads: [B, T, D] -> [B, H, T, K], or U for values."""
         batch, length, _ = x.shape
         return dense(x, kernel).reshape(batch, length, self.num_heads, -1).swapaxes(1, 2)
 
     def keys_values(self, x: Memory) -> KeysValues:
-        """The keys and values of x [B, S, D]."""
+        """Returns the keys [B, H, S, K] and the values [B, H, S, U] of x [B, S, D]."""
         return KeysValues(self.heads(x, self.key[...]), self.heads(x, self.value[...]))
 
     def merge(self, context: Context) -> States:
@@ -111,7 +120,7 @@ class MultiHeadAttention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """max(0, x W_1 + b_1) W_2 + b_2 (section 3.3)."""
+    """The feed-forward network (FFN): max(0, x W_1 + b_1) W_2 + b_2 (section 3.3)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.rate = config.ffn_dropout
@@ -121,13 +130,14 @@ class FeedForward(nnx.Module):
         self.down_bias = nnx.Param(jnp.zeros(config.d_model))
 
     def __call__(self, x: States, key: MaybeKey = None) -> States:
+        """Applies the network to each position by itself: [B, T, D] -> [B, T, D]."""
         hidden = jax.nn.relu(dense(x, self.up[...]) + self.up_bias[...].astype(x.dtype)[None, None])
         hidden = dropout(hidden, self.rate, key)
         return dense(hidden, self.down[...]) + self.down_bias[...].astype(x.dtype)[None, None]
 
 
 class EncoderLayer(nnx.Module):
-    """Self-attention, then the FFN, each in its residual (section 3.1)."""
+    """Self-attention and then the FFN, each in a residual connection (section 3.1)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.self_attention = MultiHeadAttention(config, rngs=rngs)
@@ -136,7 +146,7 @@ class EncoderLayer(nnx.Module):
         self.feed_forward_residual = Residual(config)
 
     def __call__(self, x: Memory, mask: Mask, key: MaybeKey = None, taps: Taps = None) -> Memory:
-        """x [B, S, D] one layer further, [B, S, D]."""
+        """Applies the layer: x [B, S, D] -> [B, S, D]."""
         keys, attention = split(key, 4), self.self_attention
 
         def attend_to_itself(x: States) -> States:
@@ -148,7 +158,11 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Masked self-attention, attention to the encoder's memory, then the FFN (section 3.1)."""
+    """Masked self-attention, attention to the encoder's output, then the FFN (section 3.1).
+
+    Each of the three sublayers is in a residual connection. Attention to the encoder's output is
+    called cross-attention in this program.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.self_attention = MultiHeadAttention(config, rngs=rngs)
@@ -167,7 +181,10 @@ class DecoderLayer(nnx.Module):
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> States:
-        """x [B, T, D] one layer further, [B, T, D]; memory is the encoder's output."""
+        """Applies the layer: x [B, T, D] -> [B, T, D].
+
+        `memory` [B, S, D] is the encoder's output.
+        """
         attention = self.self_attention
 
         def attend_to_itself(x: States, key: MaybeKey) -> States:
@@ -186,10 +203,11 @@ class DecoderLayer(nnx.Module):
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> States:
-        """The three sublayers in their order; `attend_to_itself` is the first one.
+        """Applies the three sublayers in their order: x [B, T, D] -> [B, T, D].
 
-        It is an argument because a decoder that makes one token at a time takes the keys and values
-        of its past from a cache (cached.py). Those of the encoder's output are the same every time.
+        `attend_to_itself` is the first sublayer. It is an argument because decoding one token at a
+        time takes the keys and values of earlier tokens from a cache (model/cached.py).
+        `memory_keys_values` are those of the encoder's output, for the second sublayer.
         """
         first_key, rest_key = split(key, 2)
         keys = [*split(first_key, 2), *split(rest_key, 4)]

@@ -5,11 +5,11 @@ from jaxtyping import Float
 
 
 def sinusoidal_positions(length: int, d_model: int) -> Float[np.ndarray, "length D"]:
-    """The table of encodings for positions 0 to length - 1, [length, D], float32.
+    """Returns the table of encodings for positions 0 to length - 1, [length, D], float32.
 
-    PE(pos, 2i) = sin(pos / 10000^(2i/D)) and PE(pos, 2i+1) = cos(the same): sines and cosines
-    interleaved, as the paper writes them. Computed in float64 on the host, so that late
-    positions lose no digits to a float32 angle; under jit it is a constant.
+    PE(pos, 2i) = sin(pos / 10000^(2i/D)), and PE(pos, 2i+1) is the cosine of the same angle: sines
+    and cosines are interleaved, as the paper writes them. The table is computed in float64 on the
+    host, so that late positions lose no digits to a float32 angle; under jit it is a constant.
     """
     angle = np.arange(length)[:, None] / 10000 ** (np.arange(0, d_model, 2) / d_model)
     return np.stack([np.sin(angle), np.cos(angle)], axis=-1).reshape(length, -1).astype(np.float32)

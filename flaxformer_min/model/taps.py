@@ -1,8 +1,9 @@
-"""Taps: what a reader wants to see of a forward pass, taken from the pass itself.
+"""Taps: dicts that collect values from inside a forward pass, such as attention weights.
 
-A tap is a dict that the caller hands in. Each part of the model puts what it computed under a name
-of its own, and hands the parts inside it a dict of theirs, so that the names are paths such as
-taps["decoder"]["cross_attention"]["weights"]. Without a dict, nothing is kept and nothing costs.
+The caller hands in an empty dict. Each part of the model stores what it computed under a name of
+its own, and hands the parts inside it a nested dict, so that the names are paths such as
+taps["decoder"]["cross_attention"]["weights"]. With None instead of a dict, nothing is stored, and
+it costs nothing.
 """
 
 from typing import Any
@@ -11,11 +12,11 @@ Taps = dict[str, Any] | None
 
 
 def inside(taps: Taps, name: str) -> Taps:
-    """The dict of a part that has this name; None if nobody looks."""
+    """Returns the nested dict of the part with this name, or None if `taps` is None."""
     return None if taps is None else taps.setdefault(name, {})
 
 
 def note(taps: Taps, name: str, value: Any) -> None:
-    """Keeps a value under this name if somebody looks."""
+    """Stores a value under this name, unless `taps` is None."""
     if taps is not None:
         taps[name] = value

@@ -1,4 +1,4 @@
-"""Teacher forcing: the decoder reads the target, whatever it would have said (section 3.1)."""
+"""Teacher forcing: the decoder's input is the target, whatever the model predicts (section 3.1)."""
 
 import jax.numpy as jnp
 
@@ -10,7 +10,7 @@ from flaxformer_min.model.transformer import Source, Target, Transformer
 
 
 def shift_right(target: Target, bos_id: int) -> Target:
-    """The decoder's input for a target [B, T]: BOS, then every token but the last (section 3.1)."""
+    """Returns the decoder's input for a target [B, T]: BOS, then every token but the last."""
     return jnp.pad(target, ((0, 0), (1, 0)), constant_values=bos_id)[:, :-1]
 
 
@@ -24,9 +24,10 @@ def forced_states(
     key: MaybeKey = None,
     taps: Taps = None,
 ) -> States:
-    """Decoder states [B, T, D] for source and target ids, padded; a `key` turns dropout on.
+    """Returns decoder states [B, T, D] for source ids [B, S] and target ids [B, T], both padded.
 
-    `taps` get what the layers show, under "encoder" and "decoder" (taps.py).
+    A `key` turns dropout on. `taps` collect values of the encoder under "encoder" and of the
+    decoder under "decoder" (model/taps.py).
     """
     encoder_key, decoder_key = split(key, 2)
     source_mask = padding_mask(source, pad_id)

@@ -31,11 +31,12 @@ Logits = Float[Array, "B T V"]
 
 
 class Transformer(nnx.Module):
-    """Owns every weight; holds no state, no mode and no random numbers.
+    """The model. It owns every weight and holds no state, no mode and no random numbers.
 
-    A `key` turns dropout on, no key means evaluation; give `encode` and `decode` different ones.
-    Masks are boolean, True = may attend (see masks.py). Weights are float32; the activations are
-    `config.compute_dtype`. What `taps` collect of the layers has the layer as its first axis.
+    A `key` turns dropout on; without one the model works as in evaluation. `encode` and `decode`
+    must get different keys. Masks are boolean, True = may attend (model/masks.py). Weights are
+    float32; the dtype of the activations is `config.compute_dtype`. What `taps` collect from the
+    layers is stacked, with the layer as the first axis.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
@@ -56,7 +57,7 @@ class Transformer(nnx.Module):
     def encode(
         self, source: Source, source_mask: SourceMask, *, key: MaybeKey = None, taps: Taps = None
     ) -> Memory:
-        """Source ids [B, S] -> memory [B, S, D], the last encoder layer's output."""
+        """Encodes source ids [B, S] as memory [B, S, D], the last encoder layer's output."""
         table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
         x = self.embed(table, source, self.positions("source", source.shape[1])[None])
         return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
@@ -71,7 +72,7 @@ class Transformer(nnx.Module):
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> States:
-        """Target ids shifted right [B, T] and memory [B, S, D] -> decoder states [B, T, D]."""
+        """Returns decoder states [B, T, D] for shifted target ids [B, T] and memory [B, S, D]."""
         positions = self.positions("target", target_in.shape[1])[None]
         x = self.embed(self.embedding, target_in, positions)
         context = (memory, target_mask, source_mask)
@@ -86,35 +87,38 @@ class Transformer(nnx.Module):
         *,
         key: MaybeKey = None,
     ) -> Logits:
-        """Logits [B, T, V]: `decode_states`, projected to the vocabulary."""
+        """Returns logits [B, T, V]: `decode_states`, projected to the vocabulary."""
         states = self.decode_states(target_in, memory, target_mask, source_mask, key=key)
         return self.project(states)
 
     def project(self, states: States) -> Logits:
-        """The pre-softmax projection: states [B, T, D] -> logits [B, T, V]."""
+        """Projects states [B, T, D] to logits [B, T, V], those before the softmax."""
         return project(states, self.output_table)
 
     @property
     def output_table(self) -> Float[Array, "V D"]:
-        """The matrix of the pre-softmax projection, [V, D]."""
+        """The matrix [V, D] of the projection to logits."""
         share = self.config.share_embeddings
         return (self.output_embedding if share == "none" else self.embedding)[...]
 
     def positions(self, side: Literal["source", "target"], length: int) -> Float[Array, "length D"]:
-        """The table of positions 0 to length - 1 that `config.positions` asks for, [length, D]."""
+        """Returns the table of positions 0 to length - 1, [length, D], of `config.positions`."""
         if self.config.positions == "sinusoidal":
             return jnp.asarray(sinusoidal_positions(length, self.config.d_model))
         table = self.source_positions if side == "source" else self.target_positions
         return table[...][:length]
 
     def embed(self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"]) -> States:
-        """Ids [B, T] -> embedding times sqrt(D), plus position (sections 3.4, 3.5), [B, T, D]."""
+        """Embeds ids [B, T] as [B, T, D]: rows of `table` [V, D] times sqrt(D), plus `positions`.
+
+        This is what sections 3.4 and 3.5 of the paper say.
+        """
         scaled = table[...][ids] * self.config.d_model**0.5
         return (scaled + positions).astype(self.dtype)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of activations: bfloat16 if asked for, else that of the weights."""
+        """The dtype of activations: bfloat16 if the config says so, else that of the weights."""
         bfloat16 = self.config.compute_dtype == "bfloat16"
         return jnp.dtype(jnp.bfloat16) if bfloat16 else self.embedding[...].dtype
 
@@ -127,17 +131,18 @@ def run_layers(
     key: MaybeKey = None,
     taps: Taps = None,
 ) -> States:
-    """Dropout on x [B, T, D], then each layer in order as `layer(x, *context, key, taps)`.
+    """Applies dropout to x [B, T, D], then each layer in order as `layer(x, *context, key, taps)`.
 
-    `config.remat` keeps only the input of each layer for the backward pass and computes the rest
-    again. `config.scan_layers` compiles one layer and loops over it; outside of this function the
-    layers keep weights of their own, so that checkpoints do not know of it.
+    It returns the last layer's output [B, T, D]. `config.remat` keeps only the input of each layer
+    for the backward pass and computes the rest again. `config.scan_layers` compiles one layer and
+    loops over it. Outside of this function each layer keeps its own weights, so that a checkpoint
+    is the same with and without it.
     """
     first_key, *keys = split(key, len(layers) + 1)
     x = dropout(x, config.dropout, first_key)
     if not layers:
         return x
-    structure = nnx.split(layers[0])[0]  # all layers have the same
+    structure = nnx.split(layers[0])[0]  # all layers have the same structure
     parts = list(zip([nnx.split(layer)[1] for layer in layers], keys, strict=True))
 
     def one(x, part):
@@ -146,7 +151,8 @@ def run_layers(
         return x, seen  # returned, because a compiled function can hand out nothing else
 
     if config.remat:
-        # A loop's body cannot be merged with its copy in the backward pass anyway.
+        # `prevent_cse` keeps XLA from merging a layer with its copy in the backward pass. It is not
+        # needed for a loop, whose body XLA never merges with its copy.
         one = jax.checkpoint(one, prevent_cse=not config.scan_layers)
     if config.scan_layers:
         x, seen = jax.lax.scan(one, x, _stacked(parts))
@@ -158,9 +164,9 @@ def run_layers(
 
 
 def _unrolled(one: Callable[..., Any], x: States, parts: Sequence[Any]) -> tuple[States, Any]:
-    """The result of `jax.lax.scan` without its loop: one program with all layers in it."""
+    """Does what `jax.lax.scan` does without its loop: one program holds all layers."""
     if isinstance(x, jax.core.Tracer):
-        one = jax.jit(one)  # traced once, not for every layer; eagerly each call would compile
+        one = jax.jit(one)  # traced once for all layers; outside of a trace each call would compile
     each = []
     for part in parts:
         x, seen = one(x, part)
@@ -169,10 +175,10 @@ def _unrolled(one: Callable[..., Any], x: States, parts: Sequence[Any]) -> tuple
 
 
 def _stacked(trees: Sequence[Any]) -> Any:
-    """Trees of equal structure as one tree, whose leaves have another first axis."""
+    """Stacks trees of equal structure into one tree, whose leaves have a new first axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _table(rngs: nnx.Rngs, rows: int, d_model: int) -> nnx.Param:
-    """A [rows, D] matrix, normal with standard deviation D^-0.5."""
+    """Returns a [rows, D] matrix, drawn normal with standard deviation D^-0.5."""
     return nnx.Param(jax.random.normal(rngs.params(), (rows, d_model)) * d_model**-0.5)

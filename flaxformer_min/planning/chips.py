@@ -36,7 +36,7 @@ CHIPS = {
 
 
 def topology_devices(topology: str) -> tuple[Chip, Sequence[Any]]:
-    """The kind of chip and the devices of a topology such as `v5e:16x16` or `cpu:8`.
+    """Returns the kind of chip and the devices of a topology such as `v5e:16x16` or `cpu:8`.
 
     The devices are there to compile for; only those of a CPU can also run a program. JAX must not
     have looked for devices before this call.

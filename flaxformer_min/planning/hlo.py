@@ -1,7 +1,7 @@
-"""What a compiled program says about itself: its collectives and the compiler's estimate of time.
+"""Reads a compiled program's collectives and the compiler's estimate of its time from its text.
 
 The summary that XLA gives counts the body of a loop once, however often the loop runs, and knows no
-collectives. So the text of the program is read instead. It is a list of computations, each a list
+collectives. So the text of the program is parsed instead. It is a list of computations, each a list
 of instructions; an instruction can call other computations:
 
     while                    the body as often as the loop turns, the condition once more
@@ -12,9 +12,9 @@ of instructions; an instruction can call other computations:
 
 On TPUs the compiler notes on many instructions how many cycles it expects them to take; 0 stands
 for no note. The note of an instruction covers the computations that it calls, so that these count
-only where there is no note. Loops, conditionals and calls are the exception: there both count. A
-small computation that has notes must be called by an instruction with a note, because nothing says
-how often it runs.
+only where there is no note. Loops, conditionals and calls are the exception: their own note and
+those of the computations that they call both count. A small computation that has notes must be
+called by an instruction with a note, because nothing says how often it runs.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ class Collective:
     """An exchange of data between devices, at one place of the program."""
 
     kind: str  # one of KINDS
-    bytes: int  # whole arrays on one device: those that go in or those that come out, if larger
-    trips: int  # how often one run of the program comes by
+    bytes: int  # of the whole arrays on one device that go in, or that come out if these are more
+    trips: int  # how often one run of the program executes it
     source: str  # the operation that it comes from, as JAX names it; "" if XLA does not say
 
 
@@ -38,7 +38,7 @@ class Program(NamedTuple):
     """One run of a compiled program, or of a part of it, on one device."""
 
     collectives: list[Collective]
-    cycles: int  # as the compiler estimates them, collectives left out; 0 where it does not
+    cycles: int  # the compiler's estimate without collectives; 0 where it gives none
 
 
 KINDS = (  # opcodes of collectives
@@ -49,8 +49,8 @@ KINDS = (  # opcodes of collectives
     "ragged-all-to-all",
     "collective-permute",
 )
-# Opcodes whose note does not cover the computations that they call; then opcodes whose note does,
-# and which run these once. All others run them for every element.
+# CONTROL: opcodes whose note does not cover the computations that they call. RUN_ONCE: opcodes
+# whose note does, and which run these once. All other opcodes run them for every element.
 CONTROL = ("while", "conditional", "call")
 RUN_ONCE = ("fusion", "async")
 
@@ -79,7 +79,7 @@ class _Instruction(NamedTuple):
 
 
 def read(text: str) -> Program:
-    """The program in `text`, which is what `compiled.as_text()` gives.
+    """Returns the program in `text`, which is what `compiled.as_text()` gives.
 
     Raises AssertionError where a part of the program that has estimates cannot be counted.
     """
@@ -106,14 +106,14 @@ class _Reader:
                 instructions.append(_parse(line))
 
     def run(self, name: str) -> Program:
-        """One run of a computation."""
+        """Returns one run of a computation."""
         self.reached.add(name)
         computation = self.computations[name]
         results = {instruction.name: instruction.result for instruction in computation}
         return _sum(self._run_instruction(instruction, results) for instruction in computation)
 
     def _run_instruction(self, instruction: _Instruction, results: dict[str, str]) -> Program:
-        """One run of an instruction in a computation whose instructions give `results`."""
+        """Returns one run of an instruction in a computation whose instructions give `results`."""
         inside = self._run_called(instruction)
         opcode, cycles = instruction.opcode, instruction.cycles
         if opcode in KINDS:
@@ -131,7 +131,7 @@ class _Reader:
         return Program(inside.collectives, cycles or inside.cycles)
 
     def _run_called(self, instruction: _Instruction) -> Program:
-        """The computations that one run of an instruction calls."""
+        """Returns what one run of an instruction runs in the computations that it calls."""
         programs = [self.run(name) for name in instruction.called]
         if instruction.opcode == "conditional":
             return max(programs, key=_dearness)
@@ -142,7 +142,7 @@ class _Reader:
         return _sum(programs)
 
     def _trip_count(self, loop: _Instruction) -> int:
-        """How often a loop turns, as XLA notes it or as the bound in the loop's condition says."""
+        """Returns how often a loop turns, as XLA notes it or as the loop's condition bounds it."""
         if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(noted[1])
         condition = "\n".join(line.text for line in self.computations[loop.called[0]])
@@ -173,7 +173,7 @@ def _sum(programs: Iterable[Program]) -> Program:
 
 
 def _times(program: Program, trips: int) -> Program:
-    """A program that runs `trips` times."""
+    """Returns a program that runs `trips` times, as one program."""
     repeated = [dataclasses.replace(c, trips=c.trips * trips) for c in program.collectives]
     return Program(repeated, program.cycles * trips)
 
@@ -183,7 +183,10 @@ def _dearness(branch: Program) -> tuple[int, int]:
 
 
 def _named_reduce_scatter(fused: Program) -> Program:
-    """TPUs write a reduce-scatter as an all-reduce that is fused with taking a slice of it."""
+    """Renames all-reduces inside a fusion to reduce-scatter.
+
+    TPUs write a reduce-scatter as an all-reduce that is fused with taking a slice of it.
+    """
     renamed = [
         dataclasses.replace(one, kind="reduce-scatter") if one.kind == "all-reduce" else one
         for one in fused.collectives
@@ -199,7 +202,7 @@ def _collective(instruction: _Instruction, results: dict[str, str]) -> Collectiv
 
 
 def _moved(instruction: _Instruction, results: dict[str, str]) -> int:
-    """Bytes that go into a collective or that come out, whichever are more."""
+    """Returns the bytes that go into a collective or that come out of it, whichever are more."""
     sizes = _sizes(instruction.result)
     if instruction.starts and instruction.opcode != "all-reduce":
         # The result holds the arrays that go in, those that come out, and some for synchronising.
@@ -211,7 +214,7 @@ def _moved(instruction: _Instruction, results: dict[str, str]) -> int:
 
 
 def _sizes(result: str) -> list[int]:
-    """Bytes of each array in a type."""
+    """Returns the bytes of each array in a type."""
     return [_size(dtype, shape) for dtype, shape in _ARRAY.findall(result)]
 
 

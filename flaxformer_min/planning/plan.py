@@ -1,4 +1,4 @@
-"""The memory and time of a run on devices that are not here: its train step, compiled ahead.
+"""Plans memory and time of a run on devices that this machine lacks, by compiling its train step.
 
 Nothing is allocated and nothing runs. Memory and collectives are those of the compiled program. The
 time of a step is the compiler's own estimate of its work (the cycles of every operation, loops
@@ -32,7 +32,7 @@ from flaxformer_min.training.sharding import check_mesh, make_mesh
 from flaxformer_min.training.state import TrainState
 from flaxformer_min.training.step import StepProgram
 
-# How often the bytes of a collective cross the links: once, unless it is in this table. An
+# How often the bytes of a collective cross the links: once, unless the table says otherwise. An
 # all-reduce on a ring of chips is a reduce-scatter and then an all-gather.
 PASSES = {"all-reduce": 2}
 SHORTEST = 16  # tokens: the shortest of the lengths that are assumed where no file gives any
@@ -67,7 +67,7 @@ def make_plan(config: Config, topology: str, lengths_file: str | None = None) ->
 
 
 def assumed_lengths(config: DataConfig) -> np.ndarray:
-    """Lengths [N, 2] of N pairs that fill one batch each of 16, 32, 64 ... data.max_length tokens.
+    """Returns lengths [N, 2] of N pairs: a batch each of 16, 32, 64 ... data.max_length tokens.
 
     So every one of these lengths takes the same share of the steps. Real corpora differ.
     """
@@ -82,7 +82,7 @@ def assumed_lengths(config: DataConfig) -> np.ndarray:
 
 
 def read_lengths(path: str, config: DataConfig) -> np.ndarray:
-    """Lengths [N, 2] of N pairs in tokens, EOS counted: a file has one pair a line.
+    """Reads lengths [N, 2] of N pairs in tokens, EOS counted, from a file with one pair a line.
 
     Pairs over data.max_length are left out, as in training. Raises UserError for a file that cannot
     be read and for a line that is not two numbers above 0.
@@ -98,7 +98,7 @@ def read_lengths(path: str, config: DataConfig) -> np.ndarray:
 
 
 def _buckets(lengths: np.ndarray, config: DataConfig) -> list[tuple[Bucket, float]]:
-    """The shape of every bucket, and its share of the steps."""
+    """Returns the shape of every bucket, and its share of the steps."""
     plan = BatchPlan(lengths, config)
     steps = range(plan.batches_per_epoch)
     counts = collections.Counter(plan.batch_ids(step)[0] for step in steps)
@@ -106,7 +106,7 @@ def _buckets(lengths: np.ndarray, config: DataConfig) -> list[tuple[Bucket, floa
 
 
 def plan_shape(config: Config, mesh: Mesh, chip: Chip, bucket: Bucket, share: float) -> ShapePlan:
-    """Compiles the train step for batches of one shape and reads memory and time off the program.
+    """Compiles the train step for batches of one shape and takes memory and time from the program.
 
     `share` is the bucket's share of the steps.
     """
@@ -136,7 +136,7 @@ def plan_shape(config: Config, mesh: Mesh, chip: Chip, bucket: Bucket, share: fl
 
 
 def _memory(compiled: jax.stages.Compiled, state: TrainState) -> dict[str, int]:
-    """Bytes on one device by kind; their sum is all that the program needs."""
+    """Returns the bytes on one device by kind; their sum is all that the program needs."""
     stats: Any = compiled.memory_analysis()
     parameters, optimizer = _bytes(state.params), _bytes(state.opt_state)
     sizes = (
@@ -153,23 +153,24 @@ def _memory(compiled: jax.stages.Compiled, state: TrainState) -> dict[str, int]:
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes of one device's share of a tree of abstract arrays with shardings."""
+    """Returns the bytes of one device's share of a tree of abstract arrays with shardings."""
     shares = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shares)
 
 
 def step_flops(model: ModelConfig, vocab_size: int, bucket: Bucket) -> int:
-    """FLOPs of the matrix products of one step, padding and masked scores included.
+    """Returns the FLOPs of the matrix products of one step on all devices, by formula.
 
-    The backward pass costs twice the forward pass. Rematerialisation repeats some products; the
-    repetitions do not count, so that utilisation is comparable with and without it.
+    Padding and masked scores are included. The backward pass costs twice the forward pass.
+    Rematerialisation repeats some products; the repetitions do not count, so that utilisation is
+    comparable with and without it.
     """
     rows, source, target = bucket
     d, heads = model.d_model, model.num_heads
 
     def attention(queries: int, keys: int) -> int:
         widths = heads * (model.d_k + model.d_v)
-        # Projections of queries and outputs, those of keys and values, then scores and their sums.
+        # Projections of queries and outputs, of keys and values, then scores and weighted sums.
         return queries * d * widths + keys * d * widths + queries * keys * widths
 
     def feed_forward(positions: int) -> int:
@@ -195,7 +196,7 @@ def _advice(config: Config, devices: Any, chip: Chip, bucket: Bucket) -> str:
 
 
 def _changes(config: Config, devices: int) -> Iterator[tuple[str, Config]]:
-    """Flags that save memory, and the config with them; those that cost the least time first."""
+    """Yields flags that save memory, and the config with them, in order of the time they cost."""
     model = dataclasses.replace(config.model, remat=True)
     mesh = dataclasses.replace(config.mesh, data=1, fsdp=devices // max(config.mesh.tensor, 1))
     remat, fsdp = "--model.remat True", f"--mesh.data 1 --mesh.fsdp {mesh.fsdp}"

@@ -1,4 +1,4 @@
-"""A plan as data, as a table and as JSON."""
+"""A plan as a record, as a table and as JSON."""
 
 import collections
 import dataclasses
@@ -47,13 +47,13 @@ class ShapePlan:
 
     @property
     def name(self) -> str:
-        """Its rows, source length and target length, for the reader."""
+        """The shape as text for a reader: rows, source length and target length."""
         return " x ".join(map(str, self.bucket))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A config on a topology."""
+    """What compiling a config's training step for a topology has shown."""
 
     topology: str
     chip: Chip
@@ -75,14 +75,14 @@ class Plan:
         return self.steps / 3600 * math.fsum(parts) if len(parts) == len(self.shapes) else None
 
     def utilisation(self, shape: ShapePlan) -> float | None:
-        """The share of the chips' peak FLOPs that the model's FLOPs take."""
+        """Returns the share of the chips' peak FLOPs that the model's FLOPs take, from 0 to 1."""
         if shape.seconds is None or self.chip.peak_flops is None:
             return None
         return shape.flops / (shape.seconds * self.devices * self.chip.peak_flops)
 
 
 def to_json(plan: Plan) -> str:
-    """The plan and what follows from it, in bytes, seconds and FLOPs."""
+    """Returns the plan and what follows from it as JSON, in bytes, seconds and FLOPs."""
     tree = dataclasses.asdict(plan)
     for shape, leaf in zip(plan.shapes, tree["shapes"], strict=True):
         leaf |= {"bucket": shape.bucket._asdict(), "seconds": shape.seconds}
@@ -94,7 +94,7 @@ def to_json(plan: Plan) -> str:
 
 
 def to_text(plan: Plan) -> str:
-    """A table with one line a shape, in GiB a device, then the collectives and the verdict."""
+    """Returns a table with one line a shape, in GiB a device, then collectives and verdict."""
     mesh = " x ".join(map(str, plan.mesh.values()))
     used = " and ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
@@ -111,14 +111,14 @@ def to_text(plan: Plan) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what compiled the plan: jax, and libtpu where it is installed."""
+    """Returns the versions of what compiled the plan: jax, and libtpu where it is installed."""
     installed = {package.name for package in importlib.metadata.distributions()}
     names = [name for name in ("jax", "libtpu") if name in installed]
     return {name: importlib.metadata.version(name) for name in names}
 
 
 def _row(plan: Plan, shape: ShapePlan) -> dict[str, str]:
-    """One row of the table: the head of each column and the cell below it."""
+    """Returns one row of the table: the head of each column and the cell below it."""
     memory = shape.memory or {}
     return {
         "rows x S x T": shape.name,
@@ -138,7 +138,7 @@ def _cell(value: int | float | None, form: str, unit: int | float = 1) -> str:
 
 
 def _exchanges(shape: ShapePlan) -> str:
-    """The places and bytes of a step's collectives, by kind."""
+    """Says how many collectives of each kind a step runs, and their bytes."""
     places, total = collections.Counter[str](), collections.Counter[str]()
     for found in shape.collectives:
         places[found.kind] += found.trips
@@ -160,7 +160,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 
 def _markdown(rows: Sequence[dict[str, str]]) -> list[str]:
-    """A Markdown table with aligned columns; the keys of the rows are its head."""
+    """Returns the lines of a Markdown table with aligned columns; the rows' keys are its head."""
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

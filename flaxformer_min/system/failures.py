@@ -1,11 +1,11 @@
-"""The processes of a run end as one: an error, a death or a silence in one of them ends all.
+"""The processes of a run end as one: if one of them fails, dies or is silent, all of them end.
 
-Every process has a thread that says each second, through the key-value store, that it lives. That
-of process 0 also judges: whether a process has failed, and whether one has been silent for too
-long. Its verdict ends every process, wherever that waits: a program that waits for a dead process
-in a collective cannot be interrupted otherwise. A second thread ends this process when process 0
-is silent. Should all this fail, jax.distributed ends a process `processes.HEARTBEAT` seconds after
-it last heard from process 0.
+In every process a thread writes each second to the key-value store (system/processes.py) that the
+process lives. In process 0 this thread also judges whether a process has failed, or has been silent
+for too long. Its verdict ends every process, wherever that is waiting: a program that waits for a
+dead process in a collective cannot be interrupted otherwise. A second thread ends its process when
+process 0 is silent. Should all this fail, jax.distributed ends a process `processes.HEARTBEAT`
+seconds after it last heard from process 0.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from flaxformer_min.system.processes import exchange, is_first, post, read_posts
 
 BEAT = 1  # seconds between two signs of life
 SILENCE = 60  # seconds without a sign of life after which a process is given up
-# The same once some process has failed: perhaps it failed because another one has died.
+# This is the limit once some process has failed, perhaps because another one has died.
 SILENCE_AFTER_FAILURE = 15
 GRACE = 2  # seconds in which other processes may report the same failure
 
@@ -41,11 +41,11 @@ class Verdict(NamedTuple):
 
 
 def together(work: Callable[[], int], message_and_status: MessageAndStatus) -> int:
-    """Returns the result of `work`; in a run of several processes, an error in one ends all.
+    """Calls `work` and returns its result; in a run of several processes, an error in one ends all.
 
-    `message_and_status` gives the line to print about an error, None for no line, and the exit
+    `message_and_status` gives the line to print about an error (None for no line) and the exit
     status; it raises errors that it does not know. Process 0 prints the line, with the number of
-    the process if the error is another's; that a process is gone is printed by all.
+    the process if the error is another's. If a process is gone, all others print that.
     """
     if jax.process_count() == 1:
         return work()
@@ -66,7 +66,7 @@ class Watch:
         now = time.monotonic()
         self._message_and_status = message_and_status
         self._stopped = threading.Event()
-        self._traceback = ""  # of this process's error, if that is a bug
+        self._traceback = ""  # that of this process's error, if the error is a bug
         self._first_answered = now  # when process 0 last answered
         # Known to process 0: the last beat of each process and when it first saw that beat, and
         # when it first saw a failure.
@@ -82,11 +82,11 @@ class Watch:
     def stop(self) -> None:
         """Ends the threads; from now on the other processes may leave."""
         self._stopped.set()
-        for thread in self._threads:  # one that is within the store when Python ends would crash it
+        for thread in self._threads:  # one that uses the store while Python ends would crash it
             thread.join()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Reports this process's error and waits for the verdict, by which a thread ends it."""
+        """Reports this process's error and waits until a thread ends the process by the verdict."""
         try:
             report = self._message_and_status(error)
         except BaseException:
@@ -102,7 +102,7 @@ class Watch:
             action()
 
     def _beat(self) -> None:
-        """Gives a sign of life, judges if this is process 0, and obeys the verdict."""
+        """Gives a sign of life, judges if this is process 0, and leaves if there is a verdict."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
             post("alive", str(time.monotonic()))
             self._first_answered = time.monotonic()
@@ -133,7 +133,7 @@ class Watch:
             post("verdict", json.dumps(verdict))
 
     def _leave(self, verdict: Verdict) -> NoReturn:
-        """Ends this process; process 0, without which no other can hear anything, as the last."""
+        """Ends this process. Process 0 ends last, because without it no other can hear anything."""
         if not verdict.missing:
             print(self._traceback, file=sys.stderr, end="")
         if verdict.message is not None and (verdict.missing or is_first()):
@@ -153,7 +153,7 @@ class Watch:
 def verdict_of(
     silence: dict[int, float], failures: dict[int, Any], failed_since: float | None
 ) -> Verdict | None:
-    """How a run ends; None if it goes on or it is too early to say.
+    """Decides how a run ends; returns None if it goes on or it is too early to say.
 
     If a process is gone, failures of other processes are taken for a consequence of that.
 

@@ -52,7 +52,7 @@ def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Generator[None, None, None]:
-    """A context that adds this file's name to an OSError without one, such as that of a write."""
+    """A context that adds this file's name to an OSError without one, such as a failed write's."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Several processes that train as one: how they find each other and how they exchange words.
+"""Several processes that train as one: how they find each other and how they exchange text.
 
 Arrays go through JAX's collectives, in programs over all devices. Text goes through the key-value
 store of jax.distributed, which process 0 serves: it takes text of any length, and a process may
 wait there for hours, whereas a collective gives up (on CPUs after half a minute). JAX has no public
-name for that store, so that all use of it is in this file. With one process nothing is sent.
+name for that store, so all use of it is in this file. With one process nothing is sent.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from jax._src import distributed as jax_distributed
 
 from flaxformer_min.errors import UserError, first_line
 
-CLUSTERS = ("slurm", "gcetpu", "gketpu")  # in which JAX finds the other processes by itself
-NAMESPACE = "flaxformer_min"  # of our keys in the store
+CLUSTERS = ("slurm", "gcetpu", "gketpu")  # where JAX finds the other processes by itself
+NAMESPACE = "flaxformer_min"  # the beginning of this program's keys in the store
 START = 240  # seconds within which all processes of a run have to be started
 # Seconds after which JAX ends a process that hears nothing; system/failures.py ends it earlier.
 HEARTBEAT = 240
@@ -72,7 +72,10 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
 
 
 def _await_coordinator(host: str, port: int, coordinator: str) -> None:
-    """Returns when process 0 listens; JAX would wait as long, but abort when it gives up."""
+    """Returns when process 0 listens. JAX would wait as long, but abort when it gives up.
+
+    Raises UserError after START seconds.
+    """
     until = time.monotonic() + START
     while True:
         try:
@@ -95,7 +98,7 @@ def _in_a_cluster() -> bool:
 
 
 def _join(**where: Any) -> None:
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     try:
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
     except Exception as error:
@@ -112,8 +115,8 @@ def is_first() -> bool:
 def exchange(text: str | None = None) -> dict[int, str]:
     """Gives a text to all processes and returns the texts of all, by the number of the process.
 
-    A process that gives None is left out. Waits until every process has called; all processes have
-    to make the same calls in the same order.
+    A process that gives None is left out. The call waits until every process has called; all
+    processes have to make the same calls in the same order.
     """
     if jax.process_count() == 1:
         return {} if text is None else {0: text}
@@ -130,7 +133,10 @@ def exchange(text: str | None = None) -> dict[int, str]:
 
 
 def on_first(work: Callable[[], T]) -> T | None:
-    """Calls `work` in process 0 and returns its result there; the others wait and return None."""
+    """Calls `work` in process 0 and returns its result there; the other processes wait for it.
+
+    They return None.
+    """
     result = work() if is_first() else None
     exchange()
     return result
@@ -167,7 +173,7 @@ def post(topic: str, text: str = "") -> None:
 
 
 def read_posts(topic: str) -> dict[int, str]:
-    """The texts on a topic up to now, by the number of the process; waits for nobody."""
+    """Returns the texts on a topic up to now, by the number of the process; waits for nobody."""
     return _read(f"{NAMESPACE}/posted/{topic}/") if jax.process_count() > 1 else {}
 
 
@@ -177,11 +183,11 @@ def _write(folder: str, text: str) -> None:
 
 
 def _read(folder: str) -> dict[int, str]:
-    """The texts under FOLDER/NUMBER, by number."""
+    """Returns the texts under FOLDER/NUMBER, by number."""
     found = _store().key_value_dir_get(folder)
     return {int(key.rpartition("/")[2]): text for key, text in found}
 
 
 def _store() -> Any:
-    """The connection to the key-value store."""
+    """Returns the connection to the key-value store."""
     return jax_distributed.global_state.client

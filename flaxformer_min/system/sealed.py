@@ -4,7 +4,7 @@
     NAME.partial   being written; whole as well once it has a manifest, which is written last
     NAME.deleted   being removed, whatever is still in it
 
-The file system changes a name in one step, so that a kill at any moment leaves one of these.
+Renaming a directory is atomic, so that a kill at any moment leaves one of these three.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ class CheckpointError(Exception):
 def checkpoint_errors(path: Path, problem: str) -> Generator[None, None, None]:
     """A context whose errors become a CheckpointError naming the path, the problem and its cause.
 
-    The cause is the first in the chain of errors, with its class unless its text is for the user.
+    The cause is the first error in the chain of causes. Its class is named too, unless it is a
+    UserError, whose text is for the user already.
     """
     try:
         yield
@@ -47,7 +48,8 @@ def checkpoint_errors(path: Path, problem: str) -> Generator[None, None, None]:
 def publish(folder: Path) -> Generator[Path, None, None]:
     """A context with an empty directory to fill, which becomes `folder` when the context ends.
 
-    It is sealed and replaces what had the name before. If the context raises, it is removed.
+    The directory is then sealed and replaces an older one of that name. If the context raises, it
+    is deleted.
     """
     new = begin(folder)
     try:
@@ -60,7 +62,7 @@ def publish(folder: Path) -> Generator[Path, None, None]:
 
 
 def unfinished(folder: Path) -> Path:
-    """The name, NAME.partial, under which a directory is written."""
+    """Returns NAME.partial, the name under which a directory is written."""
     return folder.with_name(folder.name + PARTIAL)
 
 
@@ -73,7 +75,7 @@ def begin(folder: Path) -> Path:
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest, size and SHA-256 of every file; from then on the directory counts.
+    """Writes the manifest: size and SHA-256 of every file. From then on the directory counts.
 
     All files are on the disk before the manifest is, and the manifest before this returns.
     """
@@ -100,13 +102,16 @@ def put_in_place(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Deletes NAME.partial, as far as the disk lets it: the error that led here matters more."""
+    """Deletes NAME.partial as far as the disk lets it, without an error of its own.
+
+    Its caller is handling an error that matters more.
+    """
     with contextlib.suppress(OSError):
         delete(unfinished(folder))
 
 
 def delete(folder: Path) -> None:
-    """Deletes a directory, if there is one; it no longer counts after the first step, a rename."""
+    """Deletes a directory, if there is one. It stops counting at once, by being renamed first."""
     if folder.exists():
         doomed = folder.with_name(folder.name + DELETED)
         if doomed.exists():
@@ -119,7 +124,7 @@ def delete(folder: Path) -> None:
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
     """Compares size and SHA-256 of every file, or of the named ones, with the manifest.
 
-    Raises CheckpointError naming the first damaged file, UserError for another format version.
+    Raises CheckpointError naming the first damaged file, and UserError for another format version.
     """
     path = folder / MANIFEST
     try:
@@ -139,7 +144,7 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def _verify_file(path: Path, written: dict[str, Any]) -> None:
-    """Compares one file with its entry in the manifest."""
+    """Compares one file with its entry in the manifest; raises CheckpointError if they differ."""
     try:
         found = _fingerprint(path)
     except OSError as error:
@@ -151,18 +156,18 @@ def _verify_file(path: Path, written: dict[str, Any]) -> None:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """Returns a file's entry in the manifest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size": file.tell(), "sha256": digest}
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """The manifest's own checksum, by which a damaged manifest is told from damaged files."""
+    """Returns the manifest's own checksum, which tells a damaged manifest from damaged files."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(*paths: Path) -> None:
     """Waits until files, and the lists of names in directories, are on the disk."""
-    with ThreadPoolExecutor(16) as pool:  # a disk answers many requests in little more than one
+    with ThreadPoolExecutor(16) as pool:  # many requests take a disk little longer than one
         list(pool.map(flush, paths))

@@ -11,14 +11,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """A context in which a first SIGTERM or SIGINT is a request, once `defer` was called.
+    """A context in which a first SIGTERM or SIGINT is a request to stop, once `defer` was called.
 
-    The request waits until the program asks for it, at a step boundary. A second signal, or one
-    before `defer`, when there is no step to save, ends the process at once with 128 + its number.
+    The request waits until the program asks for it, at a step boundary. A second signal ends the
+    process at once with status 128 + its number. So does a first one before `defer`, when there is
+    no step to save.
 
     Python runs a signal handler only when the main thread comes back from a compilation or a long
     step, and then once for several equal signals. So a thread counts the signals, from the byte
-    that each writes to a pipe when it arrives.
+    that each of them writes to a pipe when it arrives.
 
     `received` is the number of the first signal, None before it.
     """
@@ -44,7 +45,7 @@ class StopRequest:
         self._counter.join()
 
     def defer(self) -> None:
-        """From now on a first signal is a request and does not end the process."""
+        """Makes a first signal from now on a request, which does not end the process."""
         self._deferring = True
 
     @property
@@ -62,11 +63,11 @@ class StopRequest:
         self.received = self.received or number
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        """The signal handler: Python code sees the request before its next line."""
+        """Handles a signal: the main thread sees the request before its next line of Python."""
         self.record(number)
 
     def _count(self, arrivals: int) -> None:
-        """The thread: reads one byte for each signal, until the pipe is closed."""
+        """Runs in the thread: reads one byte for each signal, until the pipe is closed."""
         with open(arrivals, "rb", buffering=0) as pipe:
             while byte := pipe.read(1):
                 if byte[0] in STOP_SIGNALS:  # other signals that have a handler write bytes too
@@ -82,7 +83,10 @@ class AgreedStop:
         self._request = request
 
     def __call__(self) -> bool:
-        """The same answer in all processes, which have to ask equally often in the same order."""
+        """Whether any process was asked to stop: the same answer in all processes.
+
+        All of them have to ask equally often and in the same order.
+        """
         received = self._request.received
         numbers = exchange(None if received is None else str(received))
         for number in numbers.values():
@@ -90,9 +94,10 @@ class AgreedStop:
         return bool(numbers)
 
     def in_sight(self) -> bool:
-        """Whether this process may break off what it does alone; the others may answer otherwise.
+        """Whether this process may break off work that it does without the other processes.
 
-        They hear of the request the next time they ask.
+        Other processes may get another answer at this moment; they hear of a request the next time
+        they ask. It also tells the other processes of this process's own request.
         """
         if self._request.requested:
             post("stop")

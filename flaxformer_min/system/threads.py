@@ -1,4 +1,4 @@
-"""Results that threads compute before they are needed."""
+"""Computes results in threads before they are needed."""
 
 import collections
 from collections.abc import Callable, Generator, Iterable

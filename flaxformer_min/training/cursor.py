@@ -1,4 +1,4 @@
-"""Where a run stands between two steps, what is due there, and whether the run is over."""
+"""Where a run stands between two steps, what is due at that point, and whether the run is over."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Cursor(NamedTuple):
         return self.step > 0 and scheduled and self.evaluation is None
 
     def checkpoint_due(self, train: TrainConfig) -> bool:
-        """Whether the config asks for a checkpoint of this step, and its evaluation is not due."""
+        """Whether the config asks for a checkpoint at this step, and no evaluation is due first."""
         scheduled = self.step % train.checkpoint_every == 0 or self.step >= train.steps
         return scheduled and not self.evaluation_due(train)
 
@@ -31,10 +31,10 @@ class Cursor(NamedTuple):
         return done or self.progress.exhausted(train.patience)
 
     def after_evaluation(self, record: Mapping[str, Any], train: TrainConfig) -> "Cursor":
-        """The cursor after the evaluation of this step, whose record is given."""
+        """Returns the cursor after the evaluation of this step, whose record is given."""
         progress = self.progress.after(score(record, train.best_metric), self.step)
         return self._replace(progress=progress, evaluation=record, saved=False)
 
     def after_step(self) -> "Cursor":
-        """The cursor after one more step."""
+        """Returns the cursor after one more step."""
         return Cursor(self.step + 1, self.progress, saved=False)

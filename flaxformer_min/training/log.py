@@ -23,7 +23,7 @@ SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
 
 
 class Dispatched(NamedTuple):
-    """A step that was given to the devices and whose metrics have not been read."""
+    """A step that was given to the devices and whose metrics have not been fetched."""
 
     step: int
     metrics: Metrics
@@ -31,10 +31,11 @@ class Dispatched(NamedTuple):
 
 
 class QuietLog:
-    """The log of a process other than 0: it writes nothing, but ends a run that does not recover.
+    """The log of every process but process 0: it writes nothing, but it can end the run.
 
-    To read a step's metrics is to wait for the step. So they are read one step late, when the next
-    step has been dispatched and the devices have work:
+    It ends a run in which too many steps in a row are not finite. Whoever fetches the metrics of a
+    step waits for the step. So they are fetched one step late, when the next step has been
+    dispatched and the devices have work:
 
         push(1)         step 1 is dispatched
         push(2)         step 2 is dispatched; step 1 is waited for and logged
@@ -52,8 +53,8 @@ class QuietLog:
         Raises FloatingPointError after SKIPS_IN_A_ROW non-finite steps in a row.
         """
         self._log_dispatched()
-        # On a CPU a step is over when its dispatch returns. Elsewhere it still runs, and the time
-        # at which its metrics can be read is its end.
+        # On a CPU a step is over when its dispatch returns. Elsewhere it still runs, and it ends at
+        # the time at which its metrics arrive.
         is_over = metrics.loss.is_ready()  # pyrefly: ignore[missing-attribute]
         self._dispatched = Dispatched(step, metrics, time.perf_counter() if is_over else None)
 
@@ -62,7 +63,7 @@ class QuietLog:
         self._log_dispatched()
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        """Logs the record of an evaluation."""
+        """Takes the record of an evaluation, which only process 0 writes."""
 
     def restart_clock(self) -> None:
         """Leaves the time since the last step (evaluation, saving) out of the next step's rate."""
@@ -90,9 +91,10 @@ class QuietLog:
 class MetricsLog(QuietLog):
     """The log of process 0, as lines of WORKDIR/metrics.jsonl and as TensorBoard events.
 
-    Each line is one JSON object. A number that is not finite is null there, since JSON has no other
-    word for it. Lines after the cursor at which the log is opened are dropped: a run that resumes
-    there writes them again. Every method raises OSError naming the file that it cannot write.
+    Each line is one JSON object. A number that is not finite is written as null, since JSON has no
+    other word for it. Lines after the cursor at which the log is opened are dropped, because a run
+    that resumes from that cursor writes them again. Every method raises OSError naming the file
+    that it cannot write.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class MetricsLog(QuietLog):
         pair_ids: Callable[[int], Iterable[int]],
     ):
         """`steps` is where the progress bar ends; `schedule` gives the learning rate to log."""
-        # Imported here, while a thread compiles: where PyTorch is installed, it takes a second.
+        # Imported here, while a thread compiles: where PyTorch is installed, this takes a second.
         from flaxformer_min.training.tensorboard import Events
 
         super().__init__(pair_ids)
@@ -120,7 +122,7 @@ class MetricsLog(QuietLog):
 
     def restart_clock(self) -> None:
         """Leaves the time since the last step (evaluation, saving) out of the next step's rate."""
-        self._start = time.perf_counter()  # of the next step to be logged
+        self._start = time.perf_counter()  # the start of the next step to be logged
 
     def flush(self) -> None:
         """Waits for the step last pushed, logs it, and puts everything on disk."""
@@ -153,7 +155,7 @@ class MetricsLog(QuietLog):
     def _log_step(self, step: int, values: dict[str, float], end: float) -> None:
         seconds, self._start = end - self._start, end
         skipped, in_a_row = int(values["skipped"]), int(values["skipped_in_a_row"])
-        updates = step - 1 - skipped + bool(in_a_row)  # made before this step
+        updates = step - 1 - skipped + bool(in_a_row)  # the updates made before this step
         line = {name: values[name] for name in ("loss", "tokens", "gradient_norm")}
         line["learning_rate"] = np.asarray(self._schedule(updates)).item()
         line["tokens_per_second"] = values["tokens"] / seconds
@@ -170,7 +172,7 @@ class MetricsLog(QuietLog):
             self.say(f"step {step}/{self._bar.total}: {text}")
 
     def _record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one line and its events; of a BLEU record TensorBoard gets the score."""
+        """Writes one line and its events; TensorBoard gets only the score of a BLEU record."""
         line = {name: value if _has_json(value) else None for name, value in values.items()}
         with naming(self._path):
             self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
@@ -188,7 +190,7 @@ def _drop_later_lines(path: Path, cursor: Cursor) -> None:
     """Keeps the whole lines up to a cursor; a kill may have left half a line at the end.
 
     The line of an evaluation comes after that of its step. It is dropped if the cursor is at that
-    step and lacks the evaluation, which will then be made again.
+    step and has no evaluation, because the evaluation will then be made again.
     """
     if not path.exists():
         return

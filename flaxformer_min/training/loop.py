@@ -71,7 +71,7 @@ def _train(
     stop: StopRequest,
     profile_steps: int,
 ) -> Cursor:
-    """Trains from a cursor until the run is over or stopped, and returns the cursor there."""
+    """Trains from a cursor until the run is over or stopped; returns the cursor at that point."""
     checkpoints.require_space(trainer.program.shapes)
     compiling = trainer.compile_ahead(start.step)  # in a thread, until compiling.result()
     state = trainer.saved_state(checkpoints, start.step) if start.step else trainer.fresh_state()
@@ -85,7 +85,7 @@ def _train(
 
 
 def saved_cursor(checkpoints: Checkpoints) -> Cursor:
-    """The cursor in the newest good checkpoint; that of a run before step 1 if there is none."""
+    """Returns the cursor of the newest good checkpoint, or that of step 0 if there is none."""
     step = checkpoints.latest_good()
     if step is None:
         return Cursor()
@@ -103,7 +103,7 @@ class Run(NamedTuple):
 
 
 class Trainer:
-    """The data, the mesh and the compiled functions of a run; `loop` calls them in turn."""
+    """The data, the mesh and the compiled functions of a run; `loop` trains with them."""
 
     def __init__(self, config: Config, mesh: Mesh, data: Data):
         self.config, self.mesh, self.data = config, mesh, data
@@ -111,12 +111,15 @@ class Trainer:
         self.program = StepProgram(config, mesh, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
         self._train_step = compiled_together(self.program.jitted)
         self._root_key = jax.random.key(config.train.seed)
-        self._translator = Translator(config, tokenizer, params={})  # every evaluation sets them
+        self._translator = Translator(config, tokenizer, params={})  # an evaluation sets them
         graphdef = self.program.graphdef
         self.validation = Validation(config, data, graphdef, mesh, self._translate)
 
     def compile_ahead(self, step: int) -> Future[jax.stages.Compiled]:
-        """Begins to compile, in a thread, the training step for the batch after `step` steps."""
+        """Begins to compile the training step for the first batch after `step` steps, in a thread.
+
+        The step is compiled for the shape of that batch alone.
+        """
         bucket, _ = self.data.plan.batch_ids(step)
         thread = ThreadPoolExecutor(1)
         compiling = thread.submit(self.program.compile, self.data.plan.buckets[bucket])
@@ -124,9 +127,9 @@ class Trainer:
         return compiling
 
     def fresh_state(self) -> TrainState:
-        """The state before step 1, split over the devices.
+        """Returns the state before step 1, split over the devices.
 
-        Its weights are drawn, or those of the checkpoint `train.initialize_from`.
+        Its weights are drawn, or taken from the checkpoint `train.initialize_from`.
         """
         folder, seed = self.config.train.initialize_from, self.config.train.seed
         weights = None if folder is None else _weights_of(folder, self.program.shapes.params)
@@ -139,12 +142,12 @@ class Trainer:
         return state._replace(params=sharding.place_whole(self.mesh, weights))
 
     def saved_state(self, checkpoints: Checkpoints, step: int) -> TrainState:
-        """The state after `step` steps, as it was saved."""
+        """Returns the state after `step` steps from the checkpoint of that step."""
         _say(f"resuming from step {step}")
         return checkpoints.restore(step, self.program.shapes)
 
     def open_log(self, workdir: Path, cursor: Cursor) -> QuietLog:
-        """The log of the run from a cursor on; only that of process 0 is written."""
+        """Opens the log of the run from a cursor on; only process 0 writes one."""
         config, plan = self.config, self.data.plan
 
         def pair_ids(step: int) -> np.ndarray:
@@ -156,7 +159,7 @@ class Trainer:
         return MetricsLog(workdir, cursor, config.train.steps, schedule, pair_ids)
 
     def batches(self, start: int) -> Generator[Batch, None, None]:
-        """The batches from number `start` on, placed on the devices.
+        """Yields the batches from number `start` on, placed on the devices.
 
         They are made in a thread, which ends when this generator is closed.
         """
@@ -167,21 +170,24 @@ class Trainer:
                 yield sharding.place_rows(self.mesh, batch)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The next state and the metrics of the step; the old state's buffers are reused."""
+        """Takes one step and returns the next state and the metrics of the step.
+
+        The old state's buffers are reused.
+        """
         return self._train_step(state, batch, self._root_key)
 
     def loop(self, state: TrainState, cursor: Cursor, run: Run) -> Cursor:
-        """Steps from a cursor until the run is over or has to stop; returns the cursor there.
+        """Trains from a cursor until the run is over or has to stop; returns the cursor at its end.
 
         Between two steps come the evaluation that is due and then the checkpoint, if one is due or
-        the run ends here. They also come before the first step and after the last one.
+        the run ends at that step. Both also come before the first step and after the last one.
         """
         train, batches = self.config.train, self.batches(cursor.step)
         with contextlib.closing(batches):
             while True:
                 if cursor.evaluation_due(train):
                     cursor = self._evaluate(state.params, cursor, run)
-                last = cursor.over(train) or run.stop()  # asked once: a signal comes any time
+                last = cursor.over(train) or run.stop()  # asked once: a signal may come at any time
                 if not cursor.saved and (last or cursor.checkpoint_due(train)):
                     self._save(state, cursor, run)
                 if last:
@@ -193,7 +199,7 @@ class Trainer:
                 run.log.push(cursor.step, metrics)
 
     def _evaluate(self, params: Params, cursor: Cursor, run: Run) -> Cursor:
-        """The cursor after the evaluation; unchanged if a stop was asked for during it."""
+        """Evaluates; returns the cursor after that, unchanged if a stop was requested meanwhile."""
         run.log.flush()
         try:
             record = self.validation(params, cursor.step, run.stop)
@@ -206,7 +212,7 @@ class Trainer:
     def _translate(
         self, params: Params, lines: Sequence[str], first_line: int
     ) -> Iterator[list[tuple[int, str]]]:
-        """What Validation asks for: the translations of `lines` by beam search, batch by batch."""
+        """Yields translations of `lines` by beam search, batch by batch, as Validation wants."""
         self._translator.params = params
         for batch in self._translator.decode(lines, first_line=first_line):
             yield [(place, translation.text) for place, translation in batch]
@@ -224,7 +230,10 @@ class Trainer:
 
 
 def _weights_of(folder: str, like: Params) -> Params:
-    """The weights of another run's checkpoint; refused unless they have the shapes of `like`."""
+    """Loads the weights of another run's checkpoint.
+
+    Raises UserError unless they have the names, shapes and dtypes of `like`.
+    """
     weights = load_for_inference(folder).params
     if found := difference(named_leaves(weights), named_leaves(like)):
         raise UserError(f"train.initialize_from: {folder} holds another model: {found}")
@@ -238,7 +247,7 @@ def _say(text: str) -> None:
 
 
 def _end(cursor: Cursor, config: Config) -> str:
-    """Where a run ended, and why if that was before its last step."""
+    """Says where a run ended, and why if that was before its last step."""
     place = f"at step {cursor.step}"
     if cursor.progress.exhausted(config.train.patience):
         best = cursor.progress.best_step

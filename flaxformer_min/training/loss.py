@@ -1,12 +1,13 @@
 """The label-smoothed cross-entropy (paper, section 5.4), as a sum and a number of tokens.
 
-Sums are divided once, on the global batch, so that every token counts alike. The convention is
-optax's and PyTorch's: the target distribution is (1 - smoothing) on the label plus smoothing / V
-on every entry, the label included. (tensor2tensor spreads the smoothing over the other V - 1
-entries and subtracts a constant: another number, hardly another optimum.)
+The sums over all micro-batches and devices are divided once, so that every token of the global
+batch counts alike. The convention is optax's and PyTorch's: the target distribution is (1 -
+smoothing) on the label plus smoothing / V on every entry, the label included. (tensor2tensor
+spreads the smoothing over the other V - 1 entries and subtracts a constant, which gives another
+number but hardly another optimum.)
 
-`smoothed_cross_entropy` is the loss. All else here computes it, and its gradient by `jax.vjp` of
-the same function, without ever holding the logits of a whole batch.
+`smoothed_cross_entropy` is the loss. Everything else in this file computes it, and its gradient by
+`jax.vjp` of the same function, without ever holding the logits of a whole batch.
 """
 
 import functools
@@ -27,13 +28,13 @@ from flaxformer_min.model.linear import project
 from flaxformer_min.model.teacher_forcing import forced_states
 from flaxformer_min.training.sharding import ROW_AXES, ROWS, gather_fsdp, row_shares
 
-# Target positions whose logits a device holds at once: what fits a CPU's cache, and elsewhere
-# what keeps matrix units busy, 0.6 GB for 37,000 words.
+# The target positions whose logits a device holds at once. On a CPU they fit its cache; elsewhere
+# they keep the matrix units busy and take 0.6 GB for a vocabulary of 37,000.
 LOSS_TOKENS_CPU, LOSS_TOKENS = 512, 4096
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
-# (params, batch, key) -> sum of losses, number of target tokens; no key means without dropout.
-# The batch is whatever the loss understands, its leaves [B, T].
+# (params, batch, key) -> sum of losses in nats, number of target tokens; without a key there is no
+# dropout. The batch is any tree of arrays [B, T] that the loss understands.
 Loss = Callable[[Params, Any, Key[Array, ""] | None], Sums]
 
 
@@ -43,9 +44,9 @@ def smoothed_cross_entropy(
     weights: Float[Array, "*N"],
     smoothing: float,
 ) -> Sums:
-    """(sum of weighted losses in nats, sum of weights) of logits [..., V] and labels [...].
+    """Returns (sum of weighted losses in nats, sum of weights) of logits [..., V] and labels [...].
 
-    A position of weight 0 (padding) contributes nothing. Computed in at least float32.
+    A position of weight 0 (padding) contributes nothing. The computation is in at least float32.
     """
     logits = _wide(logits)
     is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
@@ -58,9 +59,9 @@ def smoothed_cross_entropy(
 def make_loss(
     graphdef: nnx.GraphDef, *, pad_id: int, bos_id: int, smoothing: float, mesh: Mesh | None = None
 ) -> Loss:
-    """The loss of a Transformer on the target tokens of a batch, EOS included.
+    """Returns the loss of a Transformer on the target tokens of a batch, EOS included.
 
-    `mesh` is the one whose devices share the rows of the batch, if there is one.
+    If the rows of a batch are split over devices, `mesh` is their mesh.
     """
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> Sums:
@@ -75,7 +76,7 @@ def make_loss(
 
 
 def chunk_size(rows: int, length: int, mesh: Mesh | None) -> int:
-    """The number of target columns, of a batch [rows, length], whose logits are made at a time."""
+    """Returns how many target columns of a batch [rows, length] have logits made at a time."""
     shares = row_shares(mesh)
     if mesh is None or mesh.devices.flat[0].platform == "cpu":
         return min(length, max(1, LOSS_TOKENS_CPU * shares // rows))
@@ -93,18 +94,18 @@ def projected_cross_entropy(
     chunk: int,
     mesh: Mesh | None = None,
 ) -> Sums:
-    """`smoothed_cross_entropy(states @ table.T, ...)`, never holding more than B x chunk x V.
+    """Computes `smoothed_cross_entropy(states @ table.T, ...)` with at most B x chunk x V logits.
 
-    Target positions are taken `chunk` columns at a time, and where gradients are wanted each
-    chunk's are formed while its logits are still at hand. On a mesh each device takes its own
-    rows, and what they found is added up over the devices once, after the last chunk.
+    The target positions are taken `chunk` columns at a time. If gradients are wanted, those of a
+    chunk are computed while its logits are still in memory. On a mesh each device takes its own
+    rows, and the devices' results are added up once, after the last chunk.
     """
     total = _on_own_rows(_total, mesh, smoothing, chunk)(states, table, labels, weights).sum()
     return total, jnp.sum(weights).astype(total.dtype)
 
 
 def _forward(states, table, labels, weights, smoothing, chunk, mesh):
-    """The sums, and beside them the gradients with respect to states and table."""
+    """Returns the sums, and the gradients of the sum of losses by states and table."""
     gradients = _on_own_rows(_gradients, mesh, smoothing, chunk)
     total, states_grad, table_grad = gradients(states, table, labels, weights)
     total = total.sum()
@@ -113,7 +114,7 @@ def _forward(states, table, labels, weights, smoothing, chunk, mesh):
 
 
 def _backward(smoothing, chunk, mesh, gradients, cotangents):
-    """The gradients, scaled by the cotangent of the sum of losses."""
+    """Returns the gradients from `_forward`, scaled by the cotangent of the sum of losses."""
     states_grad, table_grad = gradients
     scale = cotangents[0]  # the number of tokens does not depend on states or table
     return states_grad * scale.astype(states_grad.dtype), table_grad * scale, None, None
@@ -123,7 +124,7 @@ projected_cross_entropy.defvjp(_forward, _backward)
 
 
 def _total(states, table, labels, weights, smoothing, chunk):
-    """The sum of losses, [1], of some rows; arguments as of `projected_cross_entropy`."""
+    """Returns the sum of losses, [1], of some rows; takes what `projected_cross_entropy` takes."""
 
     def add(total, columns):
         states_c, labels_c, weights_c = columns
@@ -135,7 +136,7 @@ def _total(states, table, labels, weights, smoothing, chunk):
 
 
 def _gradients(states, table, labels, weights, smoothing, chunk):
-    """`_total` [1] of some rows, its gradients by the states [B, T, D] and the table [1, V, D].
+    """Returns `_total` [1] of some rows and its gradients by states [B, T, D] and table [1, V, D].
 
     The products are written out, because the table's gradient is summed in the table's own dtype,
     which is wider than that of the states where they are bfloat16.
@@ -167,9 +168,11 @@ def _gradients(states, table, labels, weights, smoothing, chunk):
 
 
 def _columns(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-    """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...], filled up with zeros (weight 0).
+    """Cuts arrays [B, T, ...] into chunks of columns: [ceil(T / chunk), B, chunk, ...].
 
-    T = 5, chunk = 2:   a b c d e   ->   a b | c d | e 0
+    The last chunk is filled up with zeros (weight 0). T = 5, chunk = 2:
+
+        a b c d e   ->   a b | c d | e 0
     """
 
     def cut(x):
@@ -181,11 +184,11 @@ def _columns(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
 
 
 def _on_own_rows(function: Callable, mesh: Mesh | None, *static: Any) -> Callable:
-    """A function of (states, table, labels, weights) that each device applies to its own rows.
+    """Makes a function of (states, table, labels, weights) that a device applies to its own rows.
 
-    It is `function` of these and of `static`. Each device of the mesh has the whole table, tensor
-    parallelism apart, which XLA sees to. The devices' results lie one behind the other along their
-    first axis.
+    It calls `function` with these and with `static`. Each device of the mesh has the whole table,
+    except under tensor parallelism, which is left to XLA. The devices' results are concatenated
+    along their first axis.
     """
 
     def own(states, table, labels, weights):
@@ -199,7 +202,7 @@ def _on_own_rows(function: Callable, mesh: Mesh | None, *static: Any) -> Callabl
         axis_names=set(ROW_AXES),
         in_specs=(ROWS, P(), ROWS, ROWS),
         out_specs=ROWS,
-        check_vma=False,  # the scan over chunks starts from zeros, which do not vary
+        check_vma=False,  # the scan over chunks starts from zeros, equal on all devices
     )
 
 

@@ -5,17 +5,17 @@ import optax
 
 from flaxformer_min.config import OptimizerConfig
 
-BETA1 = 0.9  # of Adam, as the paper's (section 5.3)
+BETA1 = 0.9  # Adam's beta_1, the paper's value (section 5.3)
 
 
 def warmup_inverse_sqrt(
     d_model: int, warmup_steps: int, peak: float | None = None
 ) -> optax.Schedule:
-    """The paper's rate D^-0.5 min(step^-0.5, step warmup^-1.5), as a function of optax's count.
+    """Returns the paper's rate D^-0.5 min(step^-0.5, step warmup^-1.5) as a function of a count.
 
-    It rises linearly up to step `warmup_steps` and then falls with the inverse square root of the
-    step. The paper counts steps from 1, so that optax's count 0 is step 1. `peak` is the rate at
-    step `warmup_steps`; without one it is the paper's, (D x warmup)^-0.5.
+    The rate rises linearly up to step `warmup_steps` and then falls with the inverse square root of
+    the step. The paper counts steps from 1 and optax from 0, so that optax's count 0 is step 1.
+    `peak` is the rate at step `warmup_steps`; without one it is the paper's, (D x warmup)^-0.5.
     """
     peak = (d_model * warmup_steps) ** -0.5 if peak is None else peak
 
@@ -27,12 +27,12 @@ def warmup_inverse_sqrt(
 
 
 def make_schedule(config: OptimizerConfig, d_model: int) -> optax.Schedule:
-    """The learning rate by optax's count, as the config asks for it."""
+    """Returns the learning rate that the config asks for, as a function of optax's count."""
     return warmup_inverse_sqrt(d_model, config.warmup_steps, config.peak_learning_rate)
 
 
 def make_optimizer(config: OptimizerConfig, d_model: int) -> optax.GradientTransformation:
-    """Adam with the config's schedule; with `clip_norm`, gradients are first clipped to that norm.
+    """Returns Adam with the config's schedule; `clip_norm` first clips the gradients to that norm.
 
     The norm is that of all gradients together.
     """

@@ -1,6 +1,7 @@
 """The tokenizer and the encoded corpora of a run, made before step 1 and opened by every process.
 
-A run that resumes must find those that it was trained with: corpus.json has their digests.
+A run that resumes must find the tokenizer and the corpora that it was trained with, whose digests
+are in corpus.json.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 def prepare_data(config: Config, workdir: Path) -> Data:
-    """Process 0 prepares the data in a workdir that is held; then every process opens it.
+    """Prepares the data of a run in process 0, in a workdir that it holds; every process opens it.
 
     Raises UserError if a run that resumes would train on another corpus or tokenizer than before,
     or if this process does not see the files of process 0.
@@ -62,7 +63,10 @@ def _prepare(config: Config, workdir: Path) -> dict[str, str]:
 
 
 def _digests(workdir: Path) -> dict[str, str]:
-    """The digests of "tokenizer", "train" and "validation" that are in corpus.json."""
+    """Returns the digests of "tokenizer", "train" and "validation" from corpus.json.
+
+    Raises UserError if the file is missing or cannot be understood.
+    """
     path = workdir / CORPUS
     try:
         report = json.loads(path.read_bytes())
@@ -76,9 +80,9 @@ def _digests(workdir: Path) -> dict[str, str]:
 
 
 def _prepare_tokenizer(config: Config, workdir: Path, before: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer of the workdir, checked if the run resumes, chosen and put there if not.
+    """Returns the workdir's tokenizer: a resumed run checks it, a new run chooses and writes it.
 
-    `before` are the digests with which the run was trained, empty at its start.
+    `before` holds the digests that the run was trained with; it is empty for a new run.
     """
     start_from = config.train.initialize_from
     if before:
@@ -87,7 +91,7 @@ def _prepare_tokenizer(config: Config, workdir: Path, before: Mapping[str, str])
         return tokenizer
     if start_from is None:
         tokenizer = _configured_tokenizer(config.data, workdir / CACHE)
-    else:  # the weights were trained with the ids of this one
+    else:  # the weights were trained with the ids of that run's tokenizer
         tokenizer = load_for_inference(start_from).tokenizer
         _refuse_other_than(tokenizer, config.data, f"{start_from} (train.initialize_from)")
     replace_file(workdir / TOKENIZER, tokenizer.model_bytes)
@@ -95,7 +99,7 @@ def _prepare_tokenizer(config: Config, workdir: Path, before: Mapping[str, str])
 
 
 def _open_tokenizer(workdir: Path, sha256: str) -> Tokenizer:
-    """The tokenizer of the workdir; raises UserError if it has another digest."""
+    """Opens the workdir's tokenizer; raises UserError if its SHA-256 is another one."""
     path = workdir / TOKENIZER
     found = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(found).hexdigest() != sha256:  # compared before any parser sees the file
@@ -104,7 +108,7 @@ def _open_tokenizer(workdir: Path, sha256: str) -> Tokenizer:
 
 
 def _refuse_other_than(tokenizer: Tokenizer, data: DataConfig, owner: str) -> None:
-    """Raises UserError if the config asks for another tokenizer than this, the `owner`'s."""
+    """Raises UserError if the config asks for another tokenizer than this one of `owner`."""
     if data.vocab_size != tokenizer.vocab_size:
         raise UserError(
             f"data.vocab_size is {data.vocab_size}, but the tokenizer of {owner} has "
@@ -115,10 +119,10 @@ def _refuse_other_than(tokenizer: Tokenizer, data: DataConfig, owner: str) -> No
 
 
 def _configured_tokenizer(data: DataConfig, cache: Path) -> Tokenizer:
-    """The tokenizer in the file of `data.tokenizer`, or else one trained on the text.
+    """Returns the tokenizer in the file `data.tokenizer`, or else one trained on the text.
 
-    A trained one is kept in the cache, as the model followed by its SHA-256, for later starts on
-    the same text with the same config.
+    A trained tokenizer is kept in the cache, as the model followed by its SHA-256, for later starts
+    on the same text with the same config.
     """
     if data.tokenizer:
         return prepare_tokenizer(data, ())

@@ -15,7 +15,7 @@ class Profiler:
     """Traces `count` steps of a run that goes from step `start` to `end`, into WORKDIR/profile.
 
     The trace starts AFTER steps into the run, or earlier if otherwise too few steps were left for
-    it. Only process 0 writes one. A `count` of 0 writes none.
+    it. Only process 0 writes a trace. With a `count` of 0 there is none.
     """
 
     def __init__(self, workdir: Path, start: int, end: int, count: int):

@@ -1,4 +1,4 @@
-"""The split of arrays over devices: one table from names of parameters to axes of the mesh."""
+"""How arrays are split over devices: one table maps names of parameters to axes of the mesh."""
 
 import functools
 import math
@@ -33,10 +33,10 @@ RULES = (
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh with the axes AXES over the given devices; by default over all devices of the run.
+    """Makes the mesh with the axes AXES over the given devices, by default all devices of the run.
 
-    An axis of size -1 gets the devices that the other axes leave.
-    Raises UserError if the sizes do not multiply to the number of devices.
+    An axis of size -1 gets the devices that the other axes leave. Raises UserError if the sizes do
+    not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [config.data, config.fsdp, config.tensor]
@@ -53,9 +53,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Raises UserError for a size that an axis of the mesh does not divide, naming what would fit.
+    """Raises UserError if an axis of the mesh does not divide a size, and names what would fit.
 
-    It also raises UserError where the config asks for an attention that these devices do not have.
+    It also raises UserError if the config asks for an attention that these devices do not have.
     """
     if config.model.attention == "cudnn":
         _check_cudnn(config.model, mesh.devices.flat[0].platform)
@@ -76,7 +76,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def _check_cudnn(model: ModelConfig, platform: str) -> None:
-    """Raises UserError unless cuDNN has attention for such a model on such devices."""
+    """Raises UserError unless cuDNN has attention for such a model on this platform."""
     wide = model.d_k == model.d_v <= 128 and model.d_k % 8 == 0
     plain = model.compute_dtype == "bfloat16" and model.attention_dropout == 0
     if platform != "gpu" or not wide or not plain:
@@ -88,7 +88,10 @@ def _check_cudnn(model: ModelConfig, platform: str) -> None:
 
 
 def _split_sizes(config: Config) -> Iterator[tuple[str, str, int]]:
-    """Axis, field and size of every dimension that RULES split; d_k and d_v are split by heads."""
+    """Yields axis, field and size of every dimension that RULES split.
+
+    d_k and d_v are not among them, because they are split by whole heads.
+    """
     model = config.model
     yield "fsdp", "model.d_model", model.d_model
     yield "tensor", "model.num_heads", model.num_heads
@@ -97,29 +100,32 @@ def _split_sizes(config: Config) -> Iterator[tuple[str, str, int]]:
 
 
 def row_shares(mesh: Mesh | None) -> int:
-    """The number of shares into which the rows of a batch are divided: data x fsdp."""
+    """Returns the number of shares into which the rows of a batch are divided: data x fsdp."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def rows_here(mesh: Mesh, rows: int) -> np.ndarray:
-    """Which rows of a batch of `rows` rows the devices of this process hold, ascending."""
+    """Returns the indices, ascending, of the rows that the devices of this process hold."""
     places = NamedSharding(mesh, ROWS).addressable_devices_indices_map((rows,))
     return np.unique([np.arange(rows)[place] for place in places.values()])
 
 
 def place_rows(mesh: Mesh, batch: Any) -> Any:
-    """A tree of arrays [B, ...] split by rows over all devices; a process gives its `rows_here`."""
+    """Splits a tree of arrays [B, ...] by rows over all devices of the run.
+
+    Each process gives only its own rows, those of `rows_here`.
+    """
     return jax.make_array_from_process_local_data(NamedSharding(mesh, ROWS), batch)
 
 
 def abstract_rows(mesh: Mesh, rows: int, *lengths: int) -> list[jax.ShapeDtypeStruct]:
-    """Token ids [rows, length] for each length, as shapes that are split like real batches."""
+    """Returns shapes of token ids [rows, length], one for each length, split like real batches."""
     sharding = NamedSharding(mesh, ROWS)
     return [jax.ShapeDtypeStruct((rows, n), np.int32, sharding=sharding) for n in lengths]
 
 
 def place_whole(mesh: Mesh, tree: Any) -> Any:
-    """Splits a tree of arrays by RULES; every process holds the whole tree and gives its share."""
+    """Splits a tree of arrays by RULES; every process has the whole tree and places its share."""
 
     def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
@@ -128,7 +134,7 @@ def place_whole(mesh: Mesh, tree: Any) -> Any:
 
 
 def fetch_whole(mesh: Mesh, tree: Any) -> Any:
-    """The leaves of a split tree, each whole on one device of this process."""
+    """Gathers the leaves of a split tree, each of them whole on one device of this process."""
     whole = jax.jit(_identity, out_shardings=NamedSharding(mesh, P()))(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
 
@@ -138,7 +144,7 @@ def _identity(tree: Any) -> Any:  # not a lambda: jax.jit would compile each new
 
 
 def shardings(mesh: Mesh, tree: Any, *, without: str | None = None) -> Any:
-    """A NamedSharding for every leaf of a tree of arrays or shapes, by RULES.
+    """Returns a NamedSharding by RULES for every leaf of a tree of arrays or shapes.
 
     No leaf is split along the axis `without`.
     """
@@ -151,10 +157,10 @@ def shardings(mesh: Mesh, tree: Any, *, without: str | None = None) -> Any:
 
 
 def gather_fsdp(mesh: Mesh | None, params: Any) -> Any:
-    """The parameters whole along the axis fsdp, as a step computes with them.
+    """Gathers the parameters along the axis fsdp, so that a step computes with them whole.
 
-    Explicit, because XLA would otherwise all-gather activations. Between steps parameters are split
-    along fsdp, and their gradients come back split in the same way.
+    This is done explicitly, because XLA would otherwise all-gather activations. Between steps
+    parameters are split along fsdp, and their gradients come back split in the same way.
     """
     if mesh is None or mesh.size == 1:
         return params
@@ -172,8 +178,8 @@ def _gather_leaf_forward(split, whole, leaf):
 
 
 def _gather_leaf_backward(split, whole, _, gradient):
-    # The sum over devices is asked for whole and then split. Asked for the split sum directly, XLA
-    # would split the arrays from which the gradient is computed.
+    # The gradient's sum over devices is asked of XLA whole, and then it is split. If the split sum
+    # were asked for directly, XLA would split the arrays from which the gradient is computed.
     gradient = jax.lax.with_sharding_constraint(gradient, whole)
     return (jax.lax.with_sharding_constraint(gradient, split),)
 
@@ -182,7 +188,7 @@ _gather_leaf.defvjp(_gather_leaf_forward, _gather_leaf_backward)
 
 
 def abstract(mesh: Mesh, tree: Any) -> Any:
-    """The tree with a jax.ShapeDtypeStruct for every leaf, which carries the sharding by RULES."""
+    """Returns the tree with a jax.ShapeDtypeStruct, with its sharding by RULES, for every leaf."""
 
     def shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -22,7 +22,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Numbers of one step, over the global batch."""
+    """The numbers of one step, over the global batch."""
 
     loss: Float[Array, ""]  # label-smoothed, nats per target token
     tokens: Float[Array, ""]  # target tokens, EOS included
@@ -34,7 +34,7 @@ class Metrics(NamedTuple):
 def init_state(
     config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
-    """The state before step 1, with weights drawn from `seed`.
+    """Returns the state before step 1, with weights drawn from `seed`.
 
     It can be traced by jax.jit, whose `out_shardings` then make each device draw only its share.
     """
@@ -43,6 +43,6 @@ def init_state(
 
 
 def initial_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state at step 0 of a model with these parameters."""
+    """Returns the state before step 1 of a model with these parameters."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero, zero)

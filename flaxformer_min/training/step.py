@@ -21,13 +21,14 @@ from flaxformer_min.training.state import Metrics, TrainState, initial_state
 def make_train_step(
     loss: Loss, optimizer: optax.GradientTransformation, accumulation: int = 1
 ) -> Callable[[TrainState, Any, Key[Array, ""]], tuple[TrainState, Metrics]]:
-    """The function (state, batch, root_key) -> (state, metrics), to be jitted by the caller.
+    """Makes the function (state, batch, root_key) -> (state, metrics), to be jitted by the caller.
 
     `loss(params, batch, key)` gives (sum of losses, number of target tokens); a batch is any tree
     of arrays [B, T]. The gradient is that of the mean over all target tokens of the batch, also
     when its rows are split into `accumulation` micro-batches. Dropout's key is the root key folded
-    with the step and the micro-batch. A step whose loss or gradient is not finite changes neither
-    parameters nor optimizer; it is counted, and the step number goes on.
+    with the step and the number of the micro-batch. A step whose loss or gradient is not finite
+    changes neither parameters nor optimizer state; it is counted as skipped, and the step number
+    goes on.
     """
 
     def train_step(state, batch, root_key):
@@ -48,12 +49,15 @@ def make_train_step(
 def gradient_sums(
     loss: Loss, params: Params, batch: Any, key: Key[Array, ""], accumulation: int
 ) -> tuple[Sums, Params]:
-    """((sum of losses, tokens), gradient of that sum) of a batch, one micro-batch at a time."""
+    """Returns ((sum of losses, tokens), gradient of that sum) of a batch, by micro-batches.
+
+    The micro-batches are computed one after another.
+    """
     gradient = jax.value_and_grad(loss, has_aux=True)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(accumulation))
     if accumulation == 1:
         return gradient(params, batch, keys[0])
-    # Row r goes to micro-batch r % accumulation: each has its share of every device's rows.
+    # Row r goes to micro-batch r % accumulation, which thus has a share of every device's rows.
     micro = jax.tree.map(lambda x: x.reshape(-1, accumulation, x.shape[1]).swapaxes(0, 1), batch)
 
     def add(total, part):
@@ -71,7 +75,10 @@ def updated(
     count: Float[Array, ""],
     finite: Bool[Array, ""],
 ) -> tuple[Params, optax.OptState]:
-    """Parameters and optimizer state after the gradient grads / count; as before if not finite."""
+    """Returns parameters and optimizer state after an update by the gradient grads / count.
+
+    They are those of `state` unless `finite`.
+    """
 
     def update(params, opt_state):
         mean = jax.tree.map(lambda grad: grad / count, grads)
@@ -86,7 +93,7 @@ class StepProgram:
     """The training step of a config on a mesh: a run executes it, a plan only compiles it.
 
     `jitted` is the function of `make_train_step`, which reuses the buffers of the state it is
-    given; `shapes` are those of that state, with their sharding.
+    given; `shapes` are the shapes and shardings of that state.
     """
 
     def __init__(self, config: Config, mesh: Mesh, *, pad_id: int, bos_id: int):

@@ -20,7 +20,7 @@ class Events:
     """
 
     def __init__(self, folder: Path, step: int):
-        """Opens a new file; TensorBoard ignores what earlier files have after `step`."""
+        """Opens a new file; TensorBoard ignores events after `step` in earlier files."""
         self._folder = folder
         with naming(folder):
             folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The evaluation of a model in training: loss and perplexity per token, and BLEU."""
+"""The evaluation of a model during training: loss and perplexity per token, and BLEU."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ class GivenUp(Exception):
 
 
 class Validation:
-    """The validation split, encoded for the loss and as raw lines for BLEU.
+    """Evaluates a model on the validation split: its loss on encoded pairs, its BLEU on raw lines.
 
     All devices of all processes share each batch of the loss. For BLEU each process translates its
     share of the lines. Before each batch of either, `stop` is asked whether to give up: if so,
@@ -45,10 +45,11 @@ class Validation:
     ):
         """`translate(params, lines, first_line)` translates source lines with the given parameters.
 
-        Its `params` are whole on one device of this process; `lines` are this process's share of
-        the split, of which lines[0] has the number `first_line`, for messages. It yields batch by
-        batch, in any order, the (place, text) of lines[place] for every line; it may leave out
-        blank ones, which stay blank. An evaluation that is given up asks it for no further batch.
+        Its `params` are whole on one device of this process. Its `lines` are this process's share
+        of the split; lines[0] has the number `first_line` in messages. It yields lists of (place,
+        text), batch by batch in any order, for every lines[place]; it may leave out blank lines,
+        whose translation is then blank. It is asked for no further batch once an evaluation is
+        given up.
         """
         self._mesh, self._translate = mesh, translate
         self._config, self._data = config, data
@@ -65,9 +66,10 @@ class Validation:
         self._sums = compiled_together(jax.jit(sums, out_shardings=whole))
 
     def __call__(self, params: Params, step: int, stop: AgreedStop) -> dict[str, Any]:
-        """The record of an evaluation of `params` at `step`, for metrics.jsonl and the checkpoint.
+        """Evaluates `params` at `step`; the record is for metrics.jsonl and the checkpoint.
 
-        Perplexity is exp of the unsmoothed loss per target token, EOS included. Raises GivenUp.
+        The validation loss is in nats per target token, EOS included, without label smoothing;
+        perplexity is its exp. Raises GivenUp.
         """
         loss = self.loss(params, stop)
         return {
@@ -77,7 +79,10 @@ class Validation:
         }
 
     def loss(self, params: Params, stop: Callable[[], bool]) -> float:
-        """The unsmoothed loss over the whole split, in nats per target token. Raises GivenUp."""
+        """Returns the unsmoothed loss over the whole split, in nats per target token.
+
+        Raises GivenUp.
+        """
         total = tokens = 0.0
         batches = evaluation_batches(
             self._data.validation,
@@ -92,7 +97,7 @@ class Validation:
         return total / tokens
 
     def bleu(self, params: Params, step: int, stop: AgreedStop) -> dict[str, Any]:
-        """The BLEU record of the translations of the raw lines. Raises GivenUp.
+        """Translates the raw lines and returns their BLEU record. Raises GivenUp.
 
         The batch shape of a line follows from the line's own length, so it does not matter which
         process translates it.
@@ -109,7 +114,7 @@ class Validation:
         return broadcast(lambda: bleu_record(texts, self._references, decode, step))
 
     def _translate_share(self, params: Params, stop: AgreedStop) -> list[tuple[int, str]] | None:
-        """(place, translation) of the lines of this process; None if it gave up."""
+        """Returns (place, translation) of this process's lines, or None if it gave up."""
         lines, process, processes = len(self._sources), jax.process_index(), jax.process_count()
         start, end = lines * process // processes, lines * (process + 1) // processes
         batches = self._translate(params, self._sources[start:end], start + 1)
@@ -124,7 +129,7 @@ class Validation:
 
 
 def _until(stop: Callable[[], bool], batches: Iterable[Item]) -> Iterator[Item]:
-    """The batches; raises GivenUp before the first one at which `stop()` is true."""
+    """Yields the batches; raises GivenUp before the first batch at which `stop()` is true."""
     for batch in batches:
         if stop():
             raise GivenUp

@@ -1,9 +1,9 @@
-"""A run's workdir: whose it is, and who may work in it now.
+"""A run's workdir: which run it belongs to, and which process may work in it now.
 
-    config.json      the run's config; a workdir without checkpoints takes any
+    config.json      the run's config; it may be replaced as long as there is no checkpoint
     lock             held by the process that works in the workdir
     tokenizer.model  the run's tokenizer           \\
-    corpus.json      what was read, kept, dropped   } training/prepared_data.py
+    corpus.json      pairs read, kept, dropped      } training/prepared_data.py
     corpus/          a cache of token ids          /
     checkpoints/     checkpoints/store.py
     compiled/        a cache of compiled programs
@@ -30,14 +30,13 @@ CONFIG, TOKENIZER, CORPUS, CACHE = "config.json", "tokenizer.model", "corpus.jso
 def hold(workdir: Path, config: Config) -> Generator[None, None, None]:
     """A context in which no other run can work in the workdir, which is made if it is missing.
 
-    In a run of several processes, process 0 holds it for all.
-
-    Raises UserError if another process holds it, or as `claim` does.
+    In a run of several processes, process 0 holds it for all. Raises UserError if another process
+    holds it, and for the reasons of `claim`.
     """
     if not is_first():
         yield
         return
-    _read_config(workdir)  # before anything is put into a directory of something else
+    _read_config(workdir)  # refuses a directory of another program before changing it
     with contextlib.ExitStack() as stack:
         try:
             workdir.mkdir(parents=True, exist_ok=True)
@@ -53,12 +52,13 @@ def hold(workdir: Path, config: Config) -> Generator[None, None, None]:
 
 
 def claim(workdir: Path, config: Config) -> None:
-    """Makes a workdir this run's.
+    """Makes a workdir belong to the run of this config.
 
-    If it has checkpoints, they must be of a run that this config may resume. If it has none, what
-    an earlier start left is forgotten.
+    If it has checkpoints, they must be of a run that this config may resume. If it has none, the
+    tokenizer, corpus report and config that an earlier start left are deleted or replaced.
 
-    Raises UserError naming the field that differs, or the file by which the workdir is no run's.
+    Raises UserError naming the field that differs, or the file that shows that it is no run's
+    workdir.
     """
     before = _read_config(workdir)
     if before is not None and resumes(workdir):
@@ -66,27 +66,30 @@ def claim(workdir: Path, config: Config) -> None:
     else:
         for name in (TOKENIZER, CORPUS):
             (workdir / name).unlink(missing_ok=True)
-        write_config(workdir, config)  # before any other file: it marks them as a run's
+        write_config(workdir, config)  # the first file, because it marks the workdir as a run's
 
 
 def resumes(workdir: Path) -> bool:
-    """Whether a run in this workdir goes on from a checkpoint."""
+    """Whether a run in this workdir resumes from a checkpoint."""
     return bool(find_checkpoints(workdir / FOLDER))
 
 
 def write_config(workdir: Path, config: Config) -> None:
-    """Writes config.json; a run that resumes does so when nothing can be refused any more."""
+    """Writes config.json; a run that resumes calls this when nothing can be refused any more."""
     replace_file(workdir / CONFIG, config_to_json(config).encode())
 
 
 def cache_programs(workdir: Path) -> None:
-    """Makes JAX keep compiled programs in the workdir, unless it was told another place."""
+    """Makes JAX keep compiled programs in the workdir, unless it has another place for them."""
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
 
 
 def _read_config(workdir: Path) -> Config | None:
-    """The config of the workdir's run, None if it has none yet; refuses what is no workdir."""
+    """Returns the config of the workdir's run, or None if it has none yet.
+
+    Raises UserError for a directory that is no workdir.
+    """
     path = workdir / CONFIG
     if not path.exists():
         for name in (FOLDER, TOKENIZER):
