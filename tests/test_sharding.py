@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from trees import assert_close
 
-from flaxformer_min.checkpoints.format import read_state, start_writing
+from flaxformer_min.checkpoints.saved_state import read_state, start_writing
 from flaxformer_min.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig
 from flaxformer_min.data.batch import Batch
 from flaxformer_min.errors import UserError

@@ -5,16 +5,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from flaxformer_min.checkpoints.format import (
-    Loaded,
-    Meta,
-    read_meta,
-    start_writing,
-    write_description,
-)
+from flaxformer_min.checkpoints.format import Loaded, Meta, read_meta
 from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import checkpoints_of, verified_checkpoint
 from flaxformer_min.checkpoints.retention import find_checkpoints
+from flaxformer_min.checkpoints.saved_state import start_writing, write_description
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import checkpoint_errors, publish
 

@@ -26,15 +26,10 @@ import jax
 import jax.numpy as jnp
 
 from flaxformer_min.checkpoints import retention
-from flaxformer_min.checkpoints.format import (
-    Meta,
-    read_meta,
-    read_state,
-    start_writing,
-    write_description,
-)
+from flaxformer_min.checkpoints.format import Meta, read_meta
 from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.checkpoints.progress import Progress
+from flaxformer_min.checkpoints.saved_state import read_state, start_writing, write_description
 from flaxformer_min.config import Config
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError

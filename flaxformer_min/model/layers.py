@@ -34,10 +34,7 @@ class KeysValues(NamedTuple):
 
 
 def layer_norm(x: States, scale: Float[Array, " D"], bias: Float[Array, " D"]) -> States:
-    """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias over D: [B, T, D] -> [B, T, D].
-
-    The computation is in at least float32; the result has x's dtype.
-    """
+    """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias over D, in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
@@ -59,10 +56,7 @@ class Residual(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.d_model))
 
     def __call__(self, x: States, sublayer: Callable[[States], States], key: MaybeKey) -> States:
-        """Applies the sublayer and all that surrounds it: x [B, T, D] -> [B, T, D].
-
-        `sublayer` is a function from [B, T, D] to [B, T, D].
-        """
+        """Applies `sublayer`, a function from [B, T, D] to [B, T, D], and all that surrounds it."""
         return layer_norm(x + dropout(sublayer(x), self.rate, key), self.scale[...], self.bias[...])
 
 
@@ -181,10 +175,7 @@ class DecoderLayer(nnx.Module):
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> States:
-        """Applies the layer: x [B, T, D] -> [B, T, D].
-
-        `memory` [B, S, D] is the encoder's output.
-        """
+        """Applies the layer: x [B, T, D] -> [B, T, D]; `memory` [B, S, D] is the encoder's output."""
         attention = self.self_attention
 
         def attend_to_itself(x: States, key: MaybeKey) -> States:

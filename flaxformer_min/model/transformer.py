@@ -109,10 +109,7 @@ class Transformer(nnx.Module):
         return table[...][:length]
 
     def embed(self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"]) -> States:
-        """Embeds ids [B, T] as [B, T, D]: rows of `table` [V, D] times sqrt(D), plus `positions`.
-
-        This is what sections 3.4 and 3.5 of the paper say.
-        """
+        """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`."""
         scaled = table[...][ids] * self.config.d_model**0.5
         return (scaled + positions).astype(self.dtype)
 
