@@ -175,7 +175,7 @@ class DecoderLayer(nnx.Module):
         key: MaybeKey = None,
         taps: Taps = None,
     ) -> States:
-        """Applies the layer to x [B, T, D]: [B, T, D]; `memory` [B, S, D] is the encoder's output."""
+        """Applies the layer: x [B, T, D] -> [B, T, D]; `memory` [B, S, D] is from the encoder."""
         attention = self.self_attention
 
         def attend_to_itself(x: States, key: MaybeKey) -> States:
