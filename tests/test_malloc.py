@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-# The page faults of the fourth call of a program that needs 64 MiB for what it works in.
+# The page faults of a program that needs 64 MiB to work in: the fewest of its fourth to ninth call,
+# because what else goes on in the process may add some to one of them.
 COUNT_FAULTS = """
 import resource
 from flaxformer_min.system.malloc import keep_work_space
@@ -13,10 +14,12 @@ keep_work_space()
 import jax, jax.numpy as jnp
 step = jax.jit(lambda x: jnp.sort(jnp.outer(x, x), axis=1).sum(axis=0) / x.size)
 x = jnp.ones(4096)
-for _ in range(4):
+faults = []
+for _ in range(9):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     x = jax.block_until_ready(step(x))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults[3:]))
 """
 PAGES = 64 * 2**20 // 4096
 
