@@ -51,7 +51,7 @@ CLOSED = {
 # Who alone may import a file or a room; the room itself may.
 IMPORTERS = {"cli": "__main__", "interop": "cli", "see": "cli"}
 # Code lines. The aim for everything is 5,000 and was missed (LOG.md); this ceiling only comes down.
-LARGEST = {"model, without the cache": 500, "everything but interop and see": 5471}
+LARGEST = {"model, without the cache": 500, "everything but interop and see": 5467}
 LARGEST |= {"interop": 600, "see": 600}
 
 TESTS, BENCHMARKS, TOOLS = ROOT / "tests", ROOT / "benchmarks", ROOT / "tools"

@@ -2,13 +2,14 @@
 
 The files of this folder, lowest first; each imports only files above it in this list:
 
-    leaves.py     the names of a state's leaves
-    progress.py   the score of an evaluation and the best one so far
-    format.py     writes and reads the files of one checkpoint
-    retention.py  finds, ranks and tidies the checkpoints in a directory
-    load.py       loads one checkpoint for translating
-    store.py      saves, deletes and restores the checkpoints of the run that trains
-    average.py    makes one checkpoint of several
+    leaves.py       the names of a state's leaves
+    progress.py     the score of an evaluation and the best one so far
+    format.py       the files of one checkpoint, and how they are read for translating
+    saved_state.py  writes the whole state of a run, and reads it back
+    retention.py    finds, ranks and tidies the checkpoints in a directory
+    load.py         loads one checkpoint for translating
+    store.py        saves, deletes and restores the checkpoints of the run that trains
+    average.py      makes one checkpoint of several
 
 A save writes STEP.partial. Once that is sealed (system/sealed.py) it is the checkpoint of its step,
 even if an older one is still called STEP. Renaming it and deleting older ones follow; if the run is

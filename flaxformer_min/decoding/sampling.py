@@ -36,17 +36,6 @@ def narrow(
     return jnp.where(scaled >= last, scaled, -jnp.inf)
 
 
-def draw(
-    log_probs: Float[Array, "B V"], keys: Key[Array, " B"], index: Int[Array, " B"]
-) -> Int[Array, "B 1"]:
-    """Draws the next token of each sentence with its key, folded with the token's index: [B, 1].
-
-    The probabilities need no normalisation.
-    """
-    step_keys = jax.vmap(jax.random.fold_in)(keys, index)
-    return jax.vmap(jax.random.categorical)(step_keys, log_probs)[:, None]
-
-
 def sample(
     step_fn: StepFn,
     cache: PyTree,
@@ -60,12 +49,13 @@ def sample(
 
     `keys` makes the keys of the B sentences that are being decoded from what `search.prepare`
     returned for them. Each token is drawn from what `draw_from` makes of the log-probabilities of
-    the allowed tokens. The log_probs and scores of the result are the model's own. All other
-    arguments are those of `greedy_search`.
+    the allowed tokens; it need not be normalised. The log_probs and scores of the result are the
+    model's own. All other arguments are those of `greedy_search`.
     """
 
     def choose(log_probs: Float[Array, "B V"], index: Int[Array, " B"], ready: PyTree):
-        return draw(draw_from(log_probs), keys(ready), index)
+        step_keys = jax.vmap(jax.random.fold_in)(keys(ready), index)
+        return jax.vmap(jax.random.categorical)(step_keys, draw_from(log_probs))[:, None]
 
     search = dataclasses.replace(search, choose=choose)
     return greedy_search(step_fn, cache, sentences, max_lengths, search)
