@@ -46,6 +46,7 @@ class ModelConfig:
     """The network (paper, section 3). The defaults are the paper's base model."""
 
     num_layers: Count = 6  # N, in each of the two stacks
+    num_decoder_layers: CountOrNone = None  # in the decoder; None: as many as in the encoder
     d_model: Count = 512  # D, width of what goes from layer to layer
     d_ff: Count = 2048  # F, width inside the feed-forward network
     num_heads: Count = 8  # H, in every attention
@@ -55,6 +56,11 @@ class ModelConfig:
     attention_dropout: Rate = 0.0  # of attention weights; the paper has none
     ffn_dropout: Rate = 0.0  # of the activations inside the FFN; the paper has none
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # the paper's, or Table 3, row E
+    # The function inside the FFN, max(0, x), or x * sigmoid(x) as most Marian models have it.
+    activation: Literal["relu", "swish"] = "relu"
+    # Biases of attention's four projections and of the logits; the paper has none, Marian has all.
+    biases: bool = False
+    layer_norm_epsilon: Positive = 1e-6  # the paper gives none; this is tensor2tensor's
     max_length: int = 1024  # the longest sequence the model takes, in tokens with EOS
     # Tables that are one matrix: all three (section 3.4), the target embedding and the output
     # projection, or none.
