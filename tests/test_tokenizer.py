@@ -251,7 +251,7 @@ def test_a_foreign_model_that_kills_the_interpreter_kills_another_one(
     path.write_bytes(tokenizer.model_bytes)
     assert Tokenizer.load(path).sha256 == tokenizer.sha256
     monkeypatch.setattr(tokenizer_room, "_TRIAL", trial)
-    monkeypatch.setattr(tokenizer_room, "_processor", lambda _: pytest.fail("parsed here"))
+    monkeypatch.setattr(tokenizer_room, "processor", lambda _: pytest.fail("parsed here"))
     with pytest.raises(UserError, match=r"some\.model: not a SentencePiece model, or damaged$"):
         Tokenizer.load(path)
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 import sentencepiece
 
@@ -21,6 +21,7 @@ from flaxformer_min.errors import UserError
 
 TRAINING_LINES = 2_000_000  # at most, drawn from all: SentencePiece holds them in memory
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # in every model that this program trains
+Side = Literal["source", "target"]
 LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
 
 # SentencePiece is C++: a malformed model may crash the interpreter, so another one tries it first.
@@ -49,7 +50,7 @@ class Tokenizer:
         """
         self.model_bytes = model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()
-        self._processor = _processor(model_bytes)
+        self._processor = processor(model_bytes)
         self.vocab_size: int = self._processor.get_piece_size()
         self.unk_id: int = self._processor.unk_id()
         self._added: dict[int, str] = {}
@@ -69,21 +70,21 @@ class Tokenizer:
         """
         try:
             model_bytes = Path(path).read_bytes()
-            _try_elsewhere(model_bytes)
+            try_elsewhere(model_bytes)
             return cls(model_bytes)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give a SentencePiece model file") from None
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
-    def encode(self, line: str) -> list[int]:
-        """Returns the ids of one line, EOS last.
+    def encode(self, line: str, side: Side = "source") -> list[int]:
+        """Returns the ids of one line, EOS last; both sides are encoded alike.
 
         The names of control symbols in the text are ordinary text.
         """
         return [*self._processor.encode(line), self.eos_id]
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str], side: Side = "source") -> list[list[int]]:
         """Returns the ids of each line, EOS last; faster than `encode` for many lines."""
         return [[*ids, self.eos_id] for ids in self._processor.encode(list(lines))]
 
@@ -218,14 +219,14 @@ def _training_error(message: str, asked: int) -> UserError | RuntimeError:
     return RuntimeError(message)
 
 
-def _try_elsewhere(model_bytes: bytes) -> None:
+def try_elsewhere(model_bytes: bytes) -> None:
     """Raises UserError if another interpreter fails to load and use the model, or crashes."""
     child = [sys.executable, "-P", "-c", _TRIAL]
     if subprocess.run(child, input=model_bytes, capture_output=True).returncode:
         raise UserError("not a SentencePiece model, or damaged")
 
 
-def _processor(model_bytes: bytes) -> sentencepiece.SentencePieceProcessor:
+def processor(model_bytes: bytes) -> sentencepiece.SentencePieceProcessor:
     if not model_bytes:  # SentencePiece would take it for a model still to be loaded
         raise UserError("empty; give a SentencePiece model file")
     try:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, UInt
 
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.lines import is_blank
-from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer import Side, Tokenizer
 
 TOO_LONG = "line %d: %d tokens are more than the model takes; its first %d are used"
 
@@ -60,19 +60,23 @@ def encode_sentences(
     if prefixes is None:
         return [Sentence(place, ids, []) for place, ids in zip(places, sources, strict=True)]
     texts = ["" if is_blank(prefixes[place]) else prefixes[place] for place in places]
-    starts = [ids[:-1] for ids in encode_lines(tokenizer, texts, numbers, longest)]
+    starts = [ids[:-1] for ids in encode_lines(tokenizer, texts, numbers, longest, "target")]
     return [Sentence(*parts) for parts in zip(places, sources, starts, strict=True)]
 
 
 def encode_lines(
-    tokenizer: Tokenizer, lines: Sequence[str], numbers: Sequence[int], longest: int
+    tokenizer: Tokenizer,
+    lines: Sequence[str],
+    numbers: Sequence[int],
+    longest: int,
+    side: Side = "source",
 ) -> list[list[int]]:
-    """Returns the token ids of each line, EOS last.
+    """Returns the token ids of each line of this side, EOS last.
 
     A line of more than `longest` ids is cut, with a warning that names its number in `numbers`; its
     last id becomes EOS.
     """
-    encoded = tokenizer.encode_batch(lines)
+    encoded = tokenizer.encode_batch(lines, side)
     for number, ids in zip(numbers, encoded, strict=True):
         if len(ids) > longest:
             _log.warning(TOO_LONG, number, len(ids), longest)

@@ -217,8 +217,11 @@ class Translator:
         """
         numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
         sources, targets = (
-            encode_lines(self.tokenizer, [pair[side] for pair in pairs], numbers, self._longest)
-            for side in (0, 1)
+            encode_lines(self.tokenizer, lines, numbers, self._longest, side)
+            for side, lines in (
+                ("source", [source for source, _ in pairs]),
+                ("target", [target for _, target in pairs]),
+            )
         )
         scored = [TokenScores((), ())] * len(pairs)
         lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
