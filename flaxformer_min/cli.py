@@ -183,6 +183,14 @@ def average(options: argparse.Namespace, _: list[str]) -> None:
     print(f"{options.output}: the average of steps {', '.join(map(str, steps))}", file=sys.stderr)
 
 
+def page(options: argparse.Namespace, _: list[str]) -> None:
+    """Writes one HTML file that runs a checkpoint in a browser, without network or server."""
+    from flaxformer_min.see.page import write_page
+
+    size = write_page(options.dir, options.output, step=options.step, source=options.source)
+    print(f"{options.output}: {size / 1e6:.1f} MB; open it in a browser", file=sys.stderr)
+
+
 def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
     """Reads the pairs of two files; raises UserError naming both if their line counts differ."""
     from flaxformer_min.data.lines import read_lines
@@ -244,6 +252,11 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("dir", metavar="DIR", help="a workdir")
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
     flag("--output", required=True, help="the folder to write")
+    flag = verb(page).add_argument
+    flag("dir", metavar="DIR", help="a workdir, or one checkpoint")
+    flag("--step", type=_step, help="N, or 'best'; the newest by default")
+    flag("--source", metavar="FILE", help="lines to begin with; the config's test split by default")
+    flag("--output", required=True, metavar="FILE", help="the HTML file to write")
     return parser
 
 
