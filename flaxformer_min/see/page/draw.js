@@ -1,9 +1,11 @@
 // Drawings on canvas and in SVG. Colours come from the style sheet, which knows light and dark.
 
+const SVG = "http://www.w3.org/2000/svg";
+
 /** Makes an element: attributes, then children, which are elements or text. */
 function make(tag, attributes = {}, ...children) {
-  const svg = ["path", "text", "g", "rect", "svg", "title"].includes(tag);
-  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  const drawn = tag === "path" || tag === "svg";
+  const element = drawn ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.append(...children);
   return element;
@@ -12,7 +14,8 @@ function make(tag, attributes = {}, ...children) {
 /** Returns the colours of the style sheet as [red, green, blue]. */
 function colours() {
   const style = getComputedStyle(document.documentElement);
-  const rgb = (name) => style.getPropertyValue(name).trim().match(/\w\w/g).map((hex) => parseInt(hex, 16));
+  const hex = (name) => style.getPropertyValue(name).match(/[0-9a-f]{2}/g);
+  const rgb = (name) => hex(name).map((part) => parseInt(part, 16));
   return { plus: rgb("--plus"), minus: rgb("--minus"), bed: rgb("--bed"), ink: rgb("--ink") };
 }
 
@@ -50,62 +53,78 @@ function stack(rows) {
 /** Returns a long row as a grid about twice as wide as it is high. */
 function grid(row) {
   const columns = Math.ceil(Math.sqrt(2 * row.length));
-  return stack(Array.from({ length: Math.ceil(row.length / columns) }, (_, r) => row.slice(r * columns, (r + 1) * columns)));
+  const rows = [];
+  for (let n = 0; n < row.length; n += columns) rows.push(row.slice(n, n + columns));
+  return stack(rows);
 }
 
-/** Paints cells of `size` pixels; those for which `hidden(row, column)` holds are hatched. */
-function paintCells(canvas, { rows, columns, data }, size, hidden, lit = -1) {
-  const [density, scale, pen] = [window.devicePixelRatio || 1, colours(), canvas.getContext("2d")];
-  [canvas.width, canvas.height] = [columns * size * density, rows * size * density];
-  [canvas.style.width, canvas.style.height] = [`${columns * size}px`, `${rows * size}px`];
+/** Paints cells of some pixels; those for which `hidden(row, column)` holds are hatched. */
+function paintCells(canvas, { rows, columns, data }, [width, height], hidden, lit = -1) {
+  const [density, scale] = [window.devicePixelRatio || 1, colours()];
+  [canvas.width, canvas.height] = [columns * width * density, rows * height * density];
+  [canvas.style.width, canvas.style.height] = [`${columns * width}px`, `${rows * height}px`];
+  const pen = canvas.getContext("2d");
   pen.scale(density, density);
-  const gap = size > 5 ? 1 : 0;
-  pen.strokeStyle = `rgba(${scale.ink}, 0.45)`;
-  pen.beginPath();
+  const gap = Math.min(width, height) > 5 ? 1 : 0;
+  pen.strokeStyle = `rgba(${scale.ink}, 0.4)`;
   for (let i = 0; i < rows * columns; i++) {
-    const [x, y] = [(i % columns) * size, Math.floor(i / columns) * size];
-    pen.fillStyle = `rgb(${colour(hidden(Math.floor(i / columns), i % columns) ? 0 : data[i], 1, scale)})`;
-    pen.fillRect(x, y, size - gap, size - gap);
-    if (hidden(Math.floor(i / columns), i % columns)) {
-      for (const shift of size > 11 ? [0.33, 0.66, 1] : [0.5, 1]) {
-        pen.moveTo(x, y + shift * (size - gap));
-        pen.lineTo(x + shift * (size - gap), y);
-      }
-    }
+    const [row, column] = [Math.floor(i / columns), i % columns];
+    const cell = [column * width, row * height, width - gap, height - gap];
+    pen.fillStyle = `rgb(${colour(hidden(row, column) ? 0 : data[i], 1, scale)})`;
+    pen.fillRect(...cell);
+    if (hidden(row, column)) hatch(pen, ...cell);
   }
-  pen.stroke();
   if (lit < 0 || lit >= rows) return;
   pen.strokeStyle = `rgb(${scale.ink})`;
   pen.lineWidth = 1.5;
-  pen.strokeRect(0.75, lit * size - 0.25, columns * size - 1.5, size);
+  pen.strokeRect(0.75, lit * height + 0.25, columns * width - 2.5, height - 1.5);
 }
 
-/** Returns the curves from query words on the left to key words on the right. */
-function curves({ rows, columns, data }, size, width, lit) {
-  const group = make("g");
-  const middle = (n) => (n + 0.5) * size;
+/** Draws lines that rise at 45 degrees through one cell, and nowhere else. */
+function hatch(pen, x, y, width, height) {
+  pen.save();
+  pen.beginPath();
+  pen.rect(x, y, width, height);
+  pen.clip();
+  pen.beginPath();
+  const space = Math.max(4, Math.min(6, height / 2));
+  for (let start = space / 2; start < width + height; start += space) {
+    pen.moveTo(x + start, y);
+    pen.lineTo(x + start - height, y + height);
+  }
+  pen.stroke();
+  pen.restore();
+}
+
+/** Draws the curves from query words on the left to key words on the right; `lit` is one query. */
+function curves({ rows, columns, data }, size, width, words, lit) {
+  const svg = make("svg", { width, height: size * words, role: "img" });
+  svg.setAttribute("aria-label", "Arcs from queries to keys, as strong as the weight");
   for (let i = 0; i < rows * columns; i++) {
     const [query, key] = [Math.floor(i / columns), i % columns];
     if (data[i] < 0.03 || (lit >= 0 && query !== lit)) continue;
-    const d = `M0 ${middle(query)} C${width / 2} ${middle(query)} ${width / 2} ${middle(key)} ${width} ${middle(key)}`;
-    group.append(make("path", { d, class: "arc", "stroke-width": 0.5 + 4 * data[i], "stroke-opacity": 0.15 + 0.85 * data[i] }));
+    const [from, to, half] = [(query + 0.5) * size, (key + 0.5) * size, width / 2];
+    const d = `M0 ${from} C${half} ${from} ${half} ${to} ${width} ${to}`;
+    const strength = { "stroke-width": 0.5 + 4 * data[i], "stroke-opacity": 0.15 + 0.85 * data[i] };
+    svg.append(make("path", { d, class: "arc", ...strength }));
   }
-  return group;
+  return svg;
 }
 
 /** Paints numbers as bars over a line of zero, with a mark below one of them. */
 function paintBars(canvas, numbers, marked) {
-  const [width, height, density] = [canvas.clientWidth, canvas.clientHeight, window.devicePixelRatio || 1];
+  const density = window.devicePixelRatio || 1;
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   [canvas.width, canvas.height] = [width * density, height * density];
-  const [pen, scale, step, most] = [canvas.getContext("2d"), colours(), width / numbers.length, largest(numbers) || 1];
+  const [pen, { plus, minus, ink }] = [canvas.getContext("2d"), colours()];
   pen.scale(density, density);
-  const lowest = Math.min(0, ...numbers);
-  const zero = (height - 8) * (most / (most - lowest));
+  const [lowest, highest] = [Math.min(0, ...numbers), Math.max(1e-9, ...numbers)];
+  const y = (value) => ((highest - value) / (highest - lowest)) * (height - 8);
+  const step = width / numbers.length;
   numbers.forEach((value, n) => {
-    const length = (value / (most - lowest)) * (height - 8);
-    pen.fillStyle = `rgb(${value < 0 ? scale.minus : scale.plus})`;
-    pen.fillRect(n * step, Math.min(zero, zero - length), Math.max(1, step - 1), Math.max(1, Math.abs(length)));
+    pen.fillStyle = `rgb(${value < 0 ? minus : plus})`;
+    pen.fillRect(n * step, Math.min(y(0), y(value)), step - 1, Math.abs(y(value) - y(0)));
   });
-  pen.fillStyle = `rgb(${scale.ink})`;
-  pen.fillRect(marked * step, height - 4, Math.max(1, step - 1), 4);
+  pen.fillStyle = `rgb(${ink})`;
+  pen.fillRect(marked * step, height - 4, step - 1, 4);
 }

@@ -43,7 +43,8 @@ export class Pieces {
   merge(text) {
     const symbols = Array.from(text, (c) => (/[\ud800-\udfff]/u.test(c) ? "\ufffd" : c));
     const score = (n) => {
-      const id = n < 0 || n + 1 >= symbols.length ? undefined : this.ids.get(symbols[n] + symbols[n + 1]);
+      const id =
+        n < 0 || n + 1 >= symbols.length ? undefined : this.ids.get(symbols[n] + symbols[n + 1]);
       return id === undefined ? -Infinity : this.model.scores[id];
     };
     const scores = symbols.map((_, n) => score(n));
@@ -98,7 +99,7 @@ export class Pieces {
 export function decodeBytes(bytes) {
   const strict = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
   let text = "";
-  for (let at = 0; at < bytes.length; ) {
+  for (let at = 0; at < bytes.length;) {
     const lead = bytes[at];
     const size = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
     try {

@@ -64,7 +64,8 @@ export function affine(x, kernel, bias) {
     for (let i = 0; i < inputs; i++) {
       const factor = x.data[row * inputs + i];
       const start = i * outputs;
-      if (factor !== 0) for (let o = 0; o < outputs; o++) sums[o] += factor * kernel.data[start + o];
+      if (factor !== 0)
+        for (let o = 0; o < outputs; o++) sums[o] += factor * kernel.data[start + o];
     }
     if (bias) for (let o = 0; o < outputs; o++) sums[o] += bias.data[o];
     y.data.set(sums, row * outputs);
@@ -249,7 +250,11 @@ export function decodeStep(model, cache, token, taps) {
     x = feedForward(model, `${path}/feed_forward`, x, taps);
   });
   cache.length++;
-  return logits(x, weights[config.share_embeddings === "none" ? "output_embedding" : "embedding"], weights.logits_bias);
+  return logits(
+    x,
+    weights[config.share_embeddings === "none" ? "output_embedding" : "embedding"],
+    weights.logits_bias,
+  );
 }
 
 /** Returns states times the transposed table: [T, D] -> [T, V]. */

@@ -41,7 +41,7 @@ export function* translate(model, pieces, offset, never, text) {
   const written = [];
   const limit = Math.min(source.length + offset, model.config.max_length);
   const cache = startDecoding(model, encoded.value, limit);
-  for (let token = pieces.model.bos; token !== pieces.model.eos && cache.length < limit; ) {
+  for (let token = pieces.model.bos; token !== pieces.model.eos && cache.length < limit;) {
     const seen = {};
     seen.logits = decodeStep(model, cache, token, seen);
     const logProbs = logSoftmax(seen.logits);

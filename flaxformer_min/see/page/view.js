@@ -2,21 +2,25 @@
 
 const PACES = [Infinity, 1000, 500, 200, 80, 0]; // milliseconds a token, slowest first
 const WAIT = 60; // milliseconds without a keystroke before a line is translated
-const SHOWN = [50, 64]; // positions and dimensions of the heat map
-const NAMED = new Set(["encoder-attention", "decoder-attention", "cross-attention"]);
+const SHOWN = { rows: 50, columns: 64 }; // positions and dimensions of the heat map
+const LAST = 5; // the pace at which everything is shown at once
 
 const $ = (id) => document.getElementById(id);
 const read = (id) => JSON.parse($(id).textContent);
 const plain = (piece) => piece.replaceAll("\u2581", "\u00b7");
 const count = (n) => n.toLocaleString("en-US");
 const fixed = (x, digits = 2) => x.toFixed(digits).replace("-", "\u2212");
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const clamp = (x, least, most) => Math.max(least, Math.min(most, x));
+const square = (size, least) => Array(2).fill(Math.max(least, Math.floor(size)));
 
-/** Everything that the page shows follows from this. `at` is the last step shown, from 0. */
+/** What is seen follows from this. `at` is the number of the step shown, from 0; -1 is none. */
 const state = {
-  id: 0, text: "", source: [], taps: {}, steps: [], done: false, at: -1, playing: true,
-  part: "cross-attention", layer: 0, head: 0, site: "decoder/*/cross_attention", siteLayer: 0, siteHead: 0, query: -1,
+  ...{ id: 0, text: "", source: [], taps: {}, steps: [], done: false, at: -1, playing: true },
+  ...{ part: "cross-attention", layer: 0, head: 0 },
+  ...{ site: "decoder/*/cross_attention", siteLayer: 0, siteHead: 0, query: -1 },
 };
-let [checkpoint, parts, worker, positions, due, timer, typing] = [];
+let checkpoint, parts, worker, positions, due, timer, typing;
 
 function start() {
   [checkpoint, parts] = [read("checkpoint-data"), read("parts-data")];
@@ -24,149 +28,160 @@ function start() {
   worker = new Worker(URL.createObjectURL(code));
   worker.onmessage = ({ data }) => receive(data);
   worker.postMessage({ checkpoint, weights: $("weights-data").textContent });
-  state.layer = state.siteLayer = decoderLayers() - 1;
+  state.layer = state.siteLayer = layersOf("decoder") - 1;
   describe();
   listen();
   $("source").value = checkpoint.examples[0];
-  if (matchMedia("(prefers-reduced-motion: reduce)").matches) $("pace").value = PACES.length - 1;
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) $("pace").value = LAST;
   ask();
 }
 
-const decoderLayers = () => checkpoint.config.num_decoder_layers ?? checkpoint.config.num_layers;
-const nameOf = (id) => plain(checkpoint.tokenizer.pieces[id]);
-const shownSteps = () => state.steps.slice(0, state.at + 1);
-const sizes = () => {
-  const { d_model: D, num_heads: H, d_k: K, d_v: U, d_ff: F } = checkpoint.config;
-  return { D, H, K, U, F, S: state.source.length, T: state.at + 1, V: checkpoint.tokenizer.pieces.length };
-};
+function layersOf(path) {
+  const { num_layers, num_decoder_layers } = checkpoint.config;
+  return path.startsWith("encoder") ? num_layers : (num_decoder_layers ?? num_layers);
+}
 
-/** Sends the line to the worker; what it said about an older line no longer counts. */
+const nameOf = (id) => plain(checkpoint.tokenizer.pieces[id]);
+const shown = () => state.steps.slice(0, state.at + 1);
+const ended = () => state.done && state.at === state.steps.length - 1;
+const moving = () => state.playing && PACES[$("pace").value] !== Infinity;
+
+function change(values) {
+  Object.assign(state, values);
+  draw();
+}
+
+/** Writes texts into elements: {id: text}. */
+function say(texts) {
+  for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
+}
+
+/** Sends the line to the worker; what it says about an older line no longer counts. */
 function ask() {
-  state.text = $("source").value.replace(/[\r\n]+/g, " ");
-  Object.assign(state, { id: state.id + 1, steps: [], done: false, at: -1, playing: true, query: -1, fresh: true });
-  worker.postMessage({ id: state.id, text: state.text });
+  const text = $("source").value.replace(/[\r\n]+/g, " ");
+  const afresh = { steps: [], done: false, at: -1, playing: true, query: -1 };
+  Object.assign(state, afresh, { id: state.id + 1, text, source: [], taps: {} });
+  worker.postMessage({ id: state.id, text });
 }
 
 function receive(data) {
   if (data.ready) positions = data.positions;
   else if (data.id !== state.id) return;
-  else if (data.source) [state.source, state.taps] = [data.source, data.taps];
+  else if (data.source) Object.assign(state, { source: data.source, taps: data.taps });
   else if (data.done) state.done = true;
   else state.steps.push(data);
-  if (data.done && state.steps.length === 0) [state.source, state.taps] = [[], {}];
   play();
   draw();
 }
 
 /** Shows the next step when its time has come. */
 function play() {
-  if (timer || !state.playing || state.at + 1 >= state.steps.length) return;
   const pace = PACES[$("pace").value];
-  if (state.at >= 0 && pace === Infinity) return;
-  const next = () => {
+  if (state.at < 0 && state.steps.length) state.at = 0;
+  if (timer || !moving() || state.at + 1 >= state.steps.length) return;
+  timer = setTimeout(() => {
     timer = 0;
-    if (!state.playing || state.at + 1 >= state.steps.length) return;
-    state.at = PACES[$("pace").value] === 0 ? state.steps.length - 1 : state.at + 1;
+    if (moving())
+      state.at = pace ? Math.min(state.at + 1, state.steps.length - 1) : state.steps.length - 1;
     draw();
     play();
-  };
-  timer = setTimeout(next, state.at < 0 || pace === 0 ? 0 : pace);
+  }, pace);
 }
 
 function go(by) {
-  state.playing = false;
-  state.at = Math.max(0, Math.min(state.steps.length - 1, state.at + by));
-  draw();
+  if (state.steps.length === 0) return;
+  change({ playing: false, at: clamp(state.at + by, 0, state.steps.length - 1) });
 }
 
 function toggle() {
-  const ended = state.done && state.at === state.steps.length - 1;
-  if (ended) state.at = -1;
-  state.playing = ended || !state.playing;
-  if (state.playing && PACES[$("pace").value] === Infinity) $("pace").value = 3;
+  if (state.steps.length === 0) return;
+  if (!ended() && moving()) return change({ playing: false });
+  if (!moving()) $("pace").value = Math.max($("pace").value, 1);
+  change({ playing: true, at: ended() ? 0 : state.at });
   play();
-  draw();
 }
 
 function draw() {
   due ??= requestAnimationFrame(() => {
     due = undefined;
-    if (state.source.length === 0 && state.text.trim() && !state.done) return; // nothing to show yet
+    if (!state.done && state.steps.length === 0) return; // what is there stays until more is known
     for (const part of [drawTalk, drawStep, drawFigure, drawPanel]) part();
-    for (const [id, part] of [["attention", drawAttention], ["order", drawOrder]]) {
-      const { top, bottom } = $(id).getBoundingClientRect();
-      if (top < innerHeight + 200 && bottom > -200) part();
-    }
+    if (isNear("attention")) drawAttention();
+    if (isNear("order") && positions) drawOrder();
   });
+}
+
+function isNear(id) {
+  const { top, bottom } = $(id).getBoundingClientRect();
+  return top < innerHeight + 200 && bottom > -200;
 }
 
 function drawTalk() {
-  const tokens = shownSteps().map((step) => step.token);
-  $("target").textContent = textOf(tokens);
-  $("target").classList.toggle("writing", !state.done || state.at < state.steps.length - 1);
-  const ended = state.done && state.at === state.steps.length - 1;
-  $("play").textContent = state.steps.length && ended ? "Again" : state.playing ? "Pause" : "Play";
-  const total = state.done ? ` of ${state.steps.length}` : "";
-  $("place").textContent = state.steps.length ? `token ${state.at + 1}${total}` : "";
-  for (const id of ["back", "play", "forward"]) $(id).disabled = state.steps.length === 0;
-  for (const chip of $("examples").children) chip.setAttribute("aria-pressed", chip.textContent === state.text);
+  const [step, total] = [state.steps[state.at], state.done ? ` of ${state.steps.length}` : ""];
+  const action = step && ended() ? "Again" : moving() ? "Pause" : "Play";
+  const place = step ? `token ${state.at + 1}${total}` : "";
+  say({ target: step ? step.text : "", play: action, place });
+  $("target").classList.toggle("writing", !ended());
+  for (const id of ["back", "play", "forward"]) $(id).disabled = !step;
+  for (const chip of $("examples").children) {
+    chip.setAttribute("aria-pressed", chip.textContent === state.text);
+  }
 }
 
-/** The text of the tokens so far. The worker decodes; its text comes with each step. */
-const textOf = (tokens) => (tokens.length ? state.steps[tokens.length - 1].text : "");
-
 function drawStep() {
-  const step = state.steps[state.at];
-  $("writing").textContent = step ? `Writing token ${state.at + 1}: ${nameOf(step.token)}` : "Nothing to write";
-  const layer = decoderLayers() - 1;
-  const cross = step && step.taps[`decoder/${layer}/cross_attention/weights`];
-  $("looks-label").textContent = `Looks at (layer ${layer + 1}, mean of its heads)`;
-  const mean = state.source.map((_, s) => {
-    let sum = 0;
-    for (let head = 0; cross && head < cross.rows; head++) sum += cross.data[head * cross.columns + s];
-    return cross ? sum / cross.rows : 0;
-  });
-  $("looks").replaceChildren(...state.source.map((id, s) => word(nameOf(id), mean[s])));
-  $("read").replaceChildren(...shownSteps().map(({ input }, n) => word(nameOf(input), 0, n === state.at)));
-  const rows = (step ? step.candidates : []).map(([id, logProb], n) => {
-    const p = Math.exp(logProb);
-    const bar = make("span", { class: "bar", style: `--share: ${p}` });
-    return make("li", n ? {} : { class: "chosen" }, make("b", {}, nameOf(id)), bar, make("span", { class: "number" }, p < 0.0005 ? "<0.1 %" : `${fixed(100 * p, 1)} %`));
-  });
-  $("candidates").replaceChildren(...rows);
+  const [step, layer] = [state.steps[state.at], layersOf("decoder") - 1];
+  const writing = step
+    ? `Writing token ${state.at + 1}: ${nameOf(step.token)}`
+    : "Nothing to write";
+  say({ writing, "looks-label": `Looks at (layer ${layer + 1}, mean of its heads)` });
+  const heads = checkpoint.config.num_heads;
+  const weights = step && step.taps[`decoder/${layer}/cross_attention/weights`];
+  const mean = (s) =>
+    sum(Array.from({ length: heads }, (_, h) => weights.data[h * weights.columns + s])) / heads;
+  const looks = step ? state.source.map((id, s) => word(nameOf(id), mean(s))) : [];
+  $("looks").replaceChildren(...looks);
+  const inputs = shown().map(({ input }, n) => word(nameOf(input), 0, n === state.at));
+  $("read").replaceChildren(...inputs);
+  $("candidates").replaceChildren(...(step ? step.candidates.map(candidate) : []));
 }
 
 function word(text, weight, current = false) {
   const style = `--weight: ${weight.toFixed(3)}`;
-  return make("span", { class: current ? "word current" : "word", style, title: weight ? fixed(weight) : "" }, text);
+  return make("span", { class: current ? "word current" : "word", style }, text);
 }
 
-/** Returns the numbers that a part shows: a matrix, what its axes are, and which cells are hidden. */
+function candidate([id, logProb], rank) {
+  const p = Math.exp(logProb);
+  const bar = make("span", { class: "bar", style: `--share: ${p}` });
+  const number = p < 0.0005 ? "<0.1 %" : `${fixed(100 * p, 1)} %`;
+  const name = make("b", {}, nameOf(id));
+  return make("li", { class: rank ? "" : "chosen" }, name, bar, make("span", {}, number));
+}
+
+/** Returns what a part shows: a matrix, its axes in words, and for weights the causal mask. */
 function valuesOf(part, layer, head) {
-  const about = parts[part];
-  const path = about.tap.replace("*", layer);
-  const steps = shownSteps();
-  const last = steps.length ? steps[steps.length - 1] : null;
-  if (part === "linear" || part === "softmax") {
-    const row = last ? last.taps[path].data : new Float32Array(1);
+  const path = parts[part].tap.replace("*", layer);
+  const [encoder, causal] = [path.startsWith("encoder"), part === "decoder-attention"];
+  const down = encoder ? "S" : "T";
+  if (!path.includes("/")) {
+    const row = state.steps[state.at]?.taps[path].data ?? [];
     return { matrix: grid(row), axes: "every id of the vocabulary, row after row" };
   }
-  const encoder = path.startsWith("encoder");
-  const [down, rowsOf] = encoder ? ["S", (x) => x] : ["T", (x) => x];
-  if (path.endsWith("/weights")) return { matrix: weightsOf(path, head), axes: `queries ${down} down, keys ${part === "decoder-attention" ? "T" : "S"} across`, limit: 1, causal: part === "decoder-attention" };
-  const found = encoder ? state.taps[path] : stack(steps.map((step) => rowsOf(step.taps[path].data)));
-  return { matrix: found || stack([]), axes: `positions ${down} down, ${path.endsWith("hidden") ? "F" : "D"} across` };
+  if (path.endsWith("/weights")) {
+    const axes = `queries ${down} down, keys ${causal ? "T" : "S"} across`;
+    return { matrix: weightsOf(path, head), axes, limit: 1, causal };
+  }
+  const all = encoder ? state.taps[path] : stack(shown().map(({ taps }) => taps[path].data));
+  const across = path.endsWith("hidden") ? "F" : "D";
+  return { matrix: all ?? stack([]), axes: `positions ${down} down, ${across} across` };
 }
 
 /** Returns the weights of one head, [queries, keys]. */
 function weightsOf(path, head) {
-  if (!path.startsWith("encoder")) {
-    return stack(shownSteps().map(({ taps }) => taps[path].data.subarray(head * taps[path].columns, (head + 1) * taps[path].columns)));
-  }
-  const all = state.taps[path];
-  if (!all) return stack([]);
-  const size = all.columns * all.columns;
-  return { rows: all.columns, columns: all.columns, data: all.data.subarray(head * size, (head + 1) * size) };
+  const row = ({ data, columns }, n) => data.subarray(n * columns, (n + 1) * columns);
+  if (!path.startsWith("encoder")) return stack(shown().map(({ taps }) => row(taps[path], head)));
+  const [all, size] = [state.taps[path], state.source.length];
+  return stack(Array.from({ length: size }, (_, query) => row(all, head * size + query)));
 }
 
 function drawFigure() {
@@ -174,191 +189,254 @@ function drawFigure() {
   for (const box of document.querySelectorAll("#figure1 .box")) {
     const { part } = box.dataset;
     box.setAttribute("aria-pressed", part === state.part);
-    const layer = Math.min(state.layer, layersOf(part) - 1);
-    const { matrix, limit } = valuesOf(part, layer, state.head);
+    const layer = Math.min(state.layer, layersOf(parts[part].tap) - 1);
+    const { matrix, limit } = part === "softmax" ? bestFive() : valuesOf(part, layer, state.head);
     paint(scratch, matrix, limit);
-    box.querySelector("image").setAttribute("href", matrix.data.length ? scratch.toDataURL() : "data:,");
+    const drawn = matrix.data.length ? scratch.toDataURL() : "data:,";
+    box.querySelector("image").setAttribute("href", drawn);
   }
 }
 
-const layersOf = (part) => (parts[part].tap.startsWith("encoder") ? checkpoint.config.num_layers : decoderLayers());
+/** The five likeliest as a row: all probabilities would not be seen in a box. */
+function bestFive() {
+  const candidates = state.steps[state.at]?.candidates ?? [];
+  return { matrix: stack([candidates.map(([, logProb]) => Math.exp(logProb))]), limit: 1 };
+}
 
 function drawPanel() {
-  const about = parts[state.part];
-  const { config } = checkpoint;
-  const layer = Math.min(state.layer, layersOf(state.part) - 1);
-  const instead = config.positions === "learned" ? about.learned : config.activation === "swish" && about.swish;
-  [$("name").textContent, $("does").textContent, $("later").textContent] = [about.name, about.does, about.later];
-  [$("formula").innerHTML, $("code").textContent] = [instead || about.formula, about.code];
-  $("layer-choice").hidden = !about.tap.includes("*");
-  $("head-choice").hidden = !NAMED.has(state.part);
-  [$("layer").value, $("head").value] = [layer, state.head];
-  const all = sizes();
-  $("shapes").replaceChildren(...about.shapes.map(([name, letters]) => {
-    const numbers = letters.split(" ").map((letter) => `${letter} = ${count(all[letter])}`);
-    return make("li", {}, make("b", {}, name), ` [${numbers.join(", ")}]`);
-  }));
+  const [about, { config, tokenizer }] = [parts[state.part], checkpoint];
+  const layer = Math.min(state.layer, layersOf(about.tap) - 1);
   const { matrix, axes, limit, causal } = valuesOf(state.part, layer, state.head);
+  const learned = config.positions === "learned" && about.learned;
+  const swish = config.activation === "swish" && about.swish;
+  $("formula").innerHTML = learned || swish || about.formula;
+  $("layer-choice").hidden = !about.tap.includes("*");
+  $("head-choice").hidden = causal === undefined;
+  [$("layer").value, $("head").value] = [layer, state.head];
+  const letters = { D: config.d_model, H: config.num_heads, K: config.d_k, U: config.d_v };
+  const lengths = { S: state.source.length, T: state.at + 1, V: tokenizer.pieces.length };
+  const size = { ...letters, ...lengths, F: config.d_ff };
+  const shape = ([name, axes]) => {
+    const numbers = axes.split(" ").map((letter) => `${letter} = ${count(size[letter])}`);
+    return make("li", {}, make("b", {}, name), ` [${numbers.join(", ")}]`);
+  };
+  $("shapes").replaceChildren(...about.shapes.map(shape));
   const most = paint($("heat"), matrix, limit);
-  if (causal) paintCells($("heat"), matrix, Math.max(4, Math.floor(150 / matrix.rows)), (q, k) => k > q);
-  $("heat").classList.toggle("square", NAMED.has(state.part));
+  $("heat").style = "";
+  if (limit && matrix.rows) {
+    const { clientWidth: width, clientHeight: height } = $("heat").parentElement;
+    const cell = [width / matrix.columns, height / matrix.rows].map((x) => Math.floor(x) || 1);
+    paintCells($("heat"), matrix, cell, (q, k) => causal && k > q);
+  }
   $("heat").setAttribute("aria-label", `${about.name}: ${axes}`);
-  const negative = matrix.data.some((x) => x < 0);
-  $("low").textContent = negative ? fixed(-most) : "0";
-  [$("high").textContent, $("axes").textContent] = [fixed(most), axes];
-  const ramp = Float32Array.from({ length: 64 }, (_, i) => (negative ? (i / 63) * 2 - 1 : i / 63));
+  const lowest = matrix.data.some((x) => x < 0) ? -1 : 0;
+  say({ name: about.name, does: about.does, code: about.code, later: about.later });
+  say({ low: lowest ? fixed(-most) : "0", high: fixed(most), axes });
+  const ramp = Float32Array.from({ length: 64 }, (_, i) => lowest + (i / 63) * (1 - lowest));
   paint($("legend"), { rows: 1, columns: 64, data: ramp }, 1);
 }
 
 function drawAttention() {
-  const path = `${state.site.replace("*", Math.min(state.siteLayer, siteLayers() - 1))}/weights`;
-  const causal = state.site === "decoder/*/self_attention";
+  const { site, siteHead } = state;
+  const path = `${site.replace("*", Math.min(state.siteLayer, layersOf(site) - 1))}/weights`;
+  const causal = site === "decoder/*/self_attention";
   const hidden = (q, k) => causal && k > q;
-  const weights = weightsOf(path, state.siteHead);
-  const written = shownSteps().map((step) => nameOf(step.input));
+  const weights = weightsOf(path, siteHead);
+  const written = shown().map((step) => nameOf(step.input));
   const source = state.source.map(nameOf);
-  const queries = state.site.startsWith("encoder") ? source : written;
+  const queries = site.startsWith("encoder") ? source : written;
   const keys = causal ? written : source;
-  const size = Math.max(9, Math.min(26, Math.floor(Math.min(innerWidth - 200, 560) / Math.max(keys.length, queries.length, 1))));
-  for (const [head, button] of [...$("heads").children].entries()) {
-    button.setAttribute("aria-pressed", head === state.siteHead);
-    paintCells(button.firstChild, weightsOf(path, head), Math.max(1, Math.floor(64 / Math.max(keys.length, queries.length, 1))), hidden);
-  }
+  const most = Math.max(keys.length, queries.length, 1);
   const lit = Math.min(state.query, queries.length - 1);
-  $("matrix").style.setProperty("--cell", `${size}px`);
-  paintCells($("cells"), weights, size, hidden, lit);
-  $("cells").setAttribute("aria-label", `Weights of head ${state.siteHead + 1}: ${queries.length} queries, ${keys.length} keys`);
-  const option = (name, n) => make("div", { role: "option", id: `query-${n}`, "aria-selected": n === lit }, name);
+  const cell = square(Math.min(26, Math.min(innerWidth - 200, 560) / most), 9);
+  [...$("heads").children].forEach((button, head) => {
+    button.setAttribute("aria-pressed", head === siteHead);
+    paintCells(button.firstChild, weightsOf(path, head), square(78 / most, 1), hidden);
+  });
+  $("matrix").style.setProperty("--cell", `${cell[0]}px`);
+  paintCells($("cells"), weights, cell, hidden, lit);
+  const about = `${queries.length} queries, ${keys.length} keys`;
+  $("cells").setAttribute("aria-label", `Weights of head ${siteHead + 1}: ${about}`);
+  const option = (name, n) =>
+    make("div", { role: "option", id: `query-${n}`, "aria-selected": n === lit }, name);
+  const isRead = (k) => lit >= 0 && weights.data[lit * weights.columns + k] > 0.1;
+  const target = (name, k) => make("span", { class: isRead(k) ? "lit" : "" }, name);
   $("queries").replaceChildren(...queries.map(option));
   $("queries").setAttribute("aria-activedescendant", lit < 0 ? "" : `query-${lit}`);
   $("keys").replaceChildren(...keys.map((name) => make("span", {}, name)));
-  $("targets").replaceChildren(...keys.map((name, k) => make("span", { class: lit >= 0 && weights.data[lit * weights.columns + k] > 0.1 ? "lit" : "" }, name)));
-  const height = size * Math.max(queries.length, keys.length);
-  const svg = make("svg", { width: 190, height, viewBox: `0 0 190 ${height}`, role: "img", "aria-label": "Arcs from queries to keys" });
-  svg.append(curves(weights, size, 190, lit));
-  $("arcs").replaceChildren(svg);
-  $("told").textContent = tell(weights, queries, keys, lit);
+  $("targets").replaceChildren(...keys.map(target));
+  $("arcs").replaceChildren(curves(weights, cell[1], $("arcs").clientWidth, most, lit));
+  say({ told: inWords(weights, queries, keys, lit) });
 }
 
-const siteLayers = () => (state.site.startsWith("encoder") ? checkpoint.config.num_layers : decoderLayers());
-
-/** Says in words what the lit row shows. */
-function tell({ columns, data }, queries, keys, lit) {
+function inWords({ columns, data }, queries, keys, lit) {
   if (lit < 0) return "Point at a row, or go through the rows with the arrow keys.";
-  const row = keys.map((key, k) => [key, data[lit * columns + k]]).sort((a, b) => b[1] - a[1]);
-  const best = row.slice(0, 3).filter(([, weight]) => weight >= 0.005);
-  return `${queries[lit]} looks at ${best.map(([key, weight]) => `${key} ${fixed(weight)}`).join(", ")}`;
+  const row = keys.map((key, k) => [key, data[lit * columns + k] ?? 0]);
+  const best = row.sort((a, b) => b[1] - a[1]).filter(([, weight]) => weight >= 0.005);
+  const read = best.slice(0, 3).map(([key, weight]) => `${key} ${fixed(weight)}`);
+  return `${queries[lit]} looks at ${read.join(", ")}`;
 }
 
 function drawOrder() {
-  if (!positions) return;
-  const [rows, columns] = [Math.min(SHOWN[0], positions.rows), Math.min(SHOWN[1], positions.columns)];
-  const row = (n) => positions.data.subarray(n * positions.columns, (n + 1) * positions.columns);
-  const some = stack(Array.from({ length: rows }, (_, n) => row(n).slice(0, columns)));
-  paint($("waves"), some);
-  const [a, b] = [Math.min($("a").value, rows - 1), Math.min($("b").value, rows - 1)];
-  const products = Float32Array.from({ length: rows }, (_, n) => row(a).reduce((sum, x, i) => sum + x * row(n)[i], 0));
-  $("dot").textContent = `PE(${a}) · PE(${b}) = ${fixed(products[b])}`;
+  const { data, columns } = positions;
+  const rows = Math.min(SHOWN.rows, positions.rows);
+  const row = (n) => data.subarray(n * columns, (n + 1) * columns);
+  const all = Array.from({ length: rows }, (_, n) => row(n));
+  paint($("waves"), stack(all.map((x) => x.slice(0, SHOWN.columns))));
+  const [a, b] = [$("a").value, $("b").value];
+  const products = all.map((x) => sum(x.map((value, i) => value * row(a)[i])));
   paintBars($("products"), products, b);
-  const { S, T } = sizes();
-  const width = 8 * Math.ceil(Math.max(1, S) / 8);
-  const ones = (rows, columns) => ({ rows, columns, data: new Float32Array(rows * columns).fill(0.35) });
-  const size = (n) => Math.max(3, Math.min(12, Math.floor(190 / Math.max(1, n))));
-  paintCells($("mask-padding"), ones(1, width), size(width), (_, k) => k >= S);
-  paintCells($("mask-causal"), ones(T, T), size(T), (q, k) => k > q);
-  paintCells($("mask-cross"), ones(T, width), size(width), (_, k) => k >= S);
-  $("about-padding").textContent = `Padding, [1, 1, 1, ${width}]: in a batch this line of ${S} pieces might be filled up to ${width}.`;
-  $("about-causal").textContent = `Causal, [1, 1, ${T}, ${T}]: a query reads itself and what came before.`;
-  $("about-cross").textContent = `Cross, [1, 1, ${T}, ${width}]: the padding mask of the source, for every query.`;
+  const [S, T] = [state.source.length, state.at + 1];
+  const width = 8 * Math.ceil((S + 1) / 8);
+  const cell = square(Math.min(12, 190 / Math.max(width, T)), 3);
+  const mask = (id, rows, columns, hidden) => {
+    const data = new Float32Array(rows * columns).fill(0.35);
+    paintCells($(id), { rows, columns, data }, cell, hidden);
+  };
+  mask("mask-padding", 1, width, (_, k) => k >= S);
+  mask("mask-causal", T, T, (q, k) => k > q);
+  mask("mask-cross", T, width, (_, k) => k >= S);
+  const filled = `in a batch this line of ${S} pieces might be filled up to ${width}.`;
+  say({
+    dot: `PE(${a}) · PE(${b}) = ${fixed(products[b])}`,
+    "about-padding": `Padding, [1, 1, 1, ${width}]: ${filled}`,
+    "about-causal": `Causal, [1, 1, ${T}, ${T}]: a query reads itself and what came before.`,
+    "about-cross": `Cross, [1, 1, ${T}, ${width}]: the source's padding, for every query.`,
+  });
 }
 
-/** Fills what never changes: facts, choices, bars. */
+/** Fills in what never changes. */
 function describe() {
-  const { config, languages, step, examples, table, error } = checkpoint;
-  const named = (code) => new Intl.DisplayNames(["en"], { type: "language", fallback: "code" }).of(code);
-  const total = table.reduce((sum, [, shape]) => sum + shape.reduce((a, b) => a * b), 0);
-  const [from, to] = languages.map((code) => { try { return named(code); } catch { return code; } });
-  $("facts").textContent = `${from} to ${to} · ${count(total)} parameters · step ${count(step)} · all of it runs in this page`;
-  [$("source-label").textContent, $("target-label").textContent] = [from, to];
-  $("examples").append(...examples.slice(1).map((text) => make("button", {}, text)));
-  const options = (n, word = (i) => i + 1) => Array.from({ length: n }, (_, i) => make("option", { value: i }, word(i)));
-  $("layer").append(...options(Math.max(config.num_layers, decoderLayers())));
-  $("site-layer").append(...options(decoderLayers()));
+  const { config, step, examples, table, error, languages } = checkpoint;
+  const language = new Intl.DisplayNames(["en"], { type: "language" });
+  const [from, to] = languages.map((c) => (/^[a-z]{2,3}(-\w+)*$/i.test(c) ? language.of(c) : c));
+  const total = count(sum(table.map(([, shape]) => shape.reduce((a, b) => a * b))));
+  const learned = config.positions === "learned";
+  const rounded = `moved no token's log-probability by more than ${error.toPrecision(2)}`;
+  const bfloat16 =
+    config.compute_dtype === "bfloat16" ? "float32, the package in bfloat16" : "float32";
+  say({
+    facts: `${from} to ${to} · ${total} parameters · step ${count(step)} · runs in this page alone`,
+    ...{ "source-label": from, "target-label": to },
+    ...{ "times-encoder": `${layersOf("encoder")} ×`, "times-decoder": `${layersOf("decoder")} ×` },
+    "last-dimension": Math.min(SHOWN.columns, config.d_model) - 1,
+    "last-position": Math.min(SHOWN.rows, config.max_length) - 1,
+    "positions-lead": $(learned ? "learned" : "sinusoidal").textContent,
+    rounding: `on ${examples.length} lines that ${rounded}. The page computes in ${bfloat16}.`,
+  });
+  const range = (n, item) => Array.from({ length: n }, (_, i) => item(i));
+  const option = (i) => make("option", { value: i }, i + 1);
+  const head = (i) => make("button", { "aria-label": `Head ${i + 1}` }, make("canvas"), i + 1);
+  $("examples").append(...examples.slice(1).map((text) => make("button", { title: text }, text)));
+  $("layer").append(...range(Math.max(layersOf("encoder"), layersOf("decoder")), option));
+  $("site-layer").append(...[...$("layer").children].map((each) => each.cloneNode(true)));
   $("site-layer").value = state.siteLayer;
-  $("head").append(...options(config.num_heads));
-  $("times-encoder").textContent = `${config.num_layers} ×`;
-  $("times-decoder").textContent = `${decoderLayers()} ×`;
-  $("heads").append(...options(config.num_heads, (i) => `${i + 1}`).map((_, i) => make("button", { "aria-label": `Head ${i + 1}` }, make("canvas", {}), `${i + 1}`)));
-  $("dimensions").textContent = Math.min(SHOWN[1], config.d_model) - 1;
-  $("positions-lead").textContent = config.positions === "learned" ? "This checkpoint has learned a vector for each position; each row is one." : "Each row is the pattern of one position: fast waves on the left, slow ones on the right. Computed here, from the formula.";
-  const half = `Weights are stored as float16: on ${examples.length} lines that moved no token's log-probability by more than ${error.toPrecision(2)}.`;
-  const bfloat = config.compute_dtype === "bfloat16" ? " The package computes this checkpoint in bfloat16, the page in float32." : "";
-  $("honest").textContent = `${half} The search is greedy: always the likeliest piece.${bfloat} Heat maps mix their colours by |x|^0.7, so that small numbers are seen.`;
-  drawBars(table);
+  $("head").append(...range(config.num_heads, option));
+  $("heads").append(...range(config.num_heads, head));
+  for (const id of ["a", "b"]) $(id).max = Math.min(SHOWN.rows, config.max_length) - 1;
+  drawBar(table);
 }
 
-/** Parameters by part: of this checkpoint, and of the paper's base and big models. */
-function drawBars(table) {
-  const { num_heads: heads, d_k, d_v } = checkpoint.config;
-  const own = { embedding: 0, attention: 0, "feed-forward": 0, norms: 0 };
+/** Parameters of this checkpoint by part, as one bar; those of base and big are in page.html. */
+function drawBar(table) {
+  const { num_heads, d_k, d_v } = checkpoint.config;
+  const of = { embedding: 0, attention: 0, "feed-forward": 0, norms: 0 };
   for (const [name, shape] of table) {
-    const part = /_residual/.test(name) ? "norms" : /attention/.test(name) ? "attention" : /feed_forward/.test(name) ? "feed-forward" : "embedding";
-    own[part] += shape.reduce((a, b) => a * b);
+    const [, norm, attention, ffn] = name.match(/(_residual)|(attention\/)|(feed_forward\/)|$/);
+    of[norm ? "norms" : attention ? "attention" : ffn ? "feed-forward" : "embedding"] +=
+      shape.reduce((a, b) => a * b);
   }
-  const paper = (d, f) => ({ embedding: 37000 * d, attention: 18 * 4 * d * d, "feed-forward": 12 * (2 * d * f + d + f), norms: 30 * 2 * d });
-  const models = [["this checkpoint", own, 4 * decoderLayers() * heads * (d_k + d_v)], ["base", paper(512, 2048), 4 * 6 * 1024], ["big", paper(1024, 4096), 4 * 6 * 2048]];
-  for (const [name, counts, cache] of models) {
-    const total = Object.values(counts).reduce((a, b) => a + b);
-    const bar = Object.entries(counts).map(([part, n], i) => {
-      const text = `${part} ${(100 * n / total).toFixed(n / total < 0.1 ? 1 : 0)} %`;
-      return make("span", { class: `tone-${i}`, style: `flex-grow: ${n / total}`, title: `${part}: ${count(n)}` }, n / total > 0.1 ? text : "");
-    });
-    const about = `${count(total)} parameters; ${count(cache)} bytes of cache per token written, in float32`;
-    const said = Object.entries(counts).map(([part, n]) => `${part} ${count(n)}`).join(", ");
-    $("bars").append(make("h3", {}, name), make("p", { class: "small" }, about), make("div", { class: "parts", role: "img", "aria-label": said }, ...bar), make("p", { class: "small" }, said));
-  }
+  const total = sum(Object.values(of));
+  const piece = ([part, n], i) => {
+    const text = n / total > 0.1 ? `${part} ${fixed((100 * n) / total, 0)} %` : "";
+    return make("span", { class: `tone-${i}`, style: `flex-grow: ${n / total}` }, text);
+  };
+  const cache = count(4 * layersOf("decoder") * num_heads * (d_k + d_v));
+  $("own-bar").append(...Object.entries(of).map(piece));
+  say({
+    "own-total": `${count(total)} parameters; ${cache} bytes of cache per token written, in float32`,
+    "own-parts": Object.entries(of)
+      .map(([part, n]) => `${part} ${count(n)}`)
+      .join(", "),
+  });
 }
 
 function listen() {
   const on = (id, event, act) => $(id).addEventListener(event, act);
-  const set = (key) => ({ target }) => (Object.assign(state, { [key]: Number(target.value) }), draw());
-  on("source", "input", () => (clearTimeout(typing), (typing = setTimeout(ask, WAIT))));
-  on("source", "keydown", (event) => event.key === "Enter" && (event.preventDefault(), ask()));
-  on("examples", "click", ({ target }) => target.matches("button") && (($("source").value = target.textContent), ask()));
+  const choose = (id, key) => on(id, "change", () => change({ [key]: Number($(id).value) }));
+  for (const key of ["layer", "head"]) choose(key, key);
+  choose("site-layer", "siteLayer");
+  on("site", "change", () => change({ site: $("site").value, query: -1 }));
+  on("source", "input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(ask, WAIT);
+  });
+  on("source", "keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    ask();
+  });
+  on("examples", "click", ({ target }) => {
+    if (target === $("examples")) return;
+    $("source").value = target.textContent;
+    ask();
+  });
   on("back", "click", () => go(-1));
   on("forward", "click", () => go(1));
   on("play", "click", toggle);
-  on("pace", "input", () => (clearTimeout(timer), (timer = 0), (state.playing = true), play()));
-  on("layer", "change", set("layer"));
-  on("head", "change", set("head"));
-  on("site-layer", "change", set("siteLayer"));
-  on("site", "change", ({ target }) => (Object.assign(state, { site: target.value, query: -1 }), draw()));
-  on("heads", "click", ({ target }) => {
-    const button = target.closest("button");
-    if (button) Object.assign(state, { siteHead: [...$("heads").children].indexOf(button) }), draw();
+  on("pace", "input", () => {
+    timer = clearTimeout(timer);
+    change({ playing: true });
+    play();
   });
-  const pick = ({ target }) => target.closest(".box") && ((state.part = target.closest(".box").dataset.part), draw());
+  const pick = ({ target }) => {
+    const box = target.closest(".box");
+    if (box) change({ part: box.dataset.part });
+  };
   on("figure1", "click", pick);
-  on("figure1", "keydown", (event) => ["Enter", " "].includes(event.key) && (event.preventDefault(), pick(event)));
-  const light = (query) => query !== state.query && ((state.query = query), draw());
-  const rowAt = (event) => Math.floor((event.clientY - $("cells").getBoundingClientRect().top) / parseFloat($("matrix").style.getPropertyValue("--cell")));
+  on("figure1", "keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    pick(event);
+  });
+  on("heads", "click", ({ target }) => {
+    const head = [...$("heads").children].indexOf(target.closest("button"));
+    if (head >= 0) change({ siteHead: head });
+  });
+  for (const id of ["a", "b"]) on(id, "input", draw);
+  listenToRows(on);
+  document.addEventListener("keydown", pressed);
+  for (const event of ["scroll", "resize"]) addEventListener(event, draw, { passive: true });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+}
+
+/** Lights the row of the attention matrix that is pointed at, or that the keys have come to. */
+function listenToRows(on) {
+  const light = (query) => query !== state.query && change({ query });
   for (const id of ["cells", "queries"]) {
-    on(id, "pointermove", (event) => light(rowAt(event)));
+    on(id, "pointermove", ({ clientY }) => {
+      const { top, height } = $("queries").getBoundingClientRect();
+      light(Math.floor(((clientY - top) / height) * $("queries").children.length));
+    });
     on(id, "pointerleave", () => light(-1));
   }
   on("queries", "blur", () => light(-1));
   on("queries", "focus", () => light(Math.max(0, state.query)));
   on("queries", "keydown", (event) => {
     const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (by) event.preventDefault(), light(Math.max(0, Math.min($("queries").children.length - 1, state.query + by)));
+    if (!by) return;
+    event.preventDefault();
+    light(clamp(state.query + by, 0, $("queries").children.length - 1));
   });
-  for (const id of ["a", "b"]) on(id, "input", draw);
-  document.addEventListener("keydown", (event) => {
-    if (event.defaultPrevented || event.target.closest("input, textarea, select, [role=listbox]")) return;
-    if (event.key === "ArrowLeft") go(-1);
-    else if (event.key === "ArrowRight") go(1);
-    else if (event.key === " " && !event.target.closest("button")) event.preventDefault(), toggle();
-  });
-  for (const event of ["scroll", "resize"]) addEventListener(event, draw, { passive: true });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+}
+
+/** Space pauses and arrows step, unless the key belongs to the control that has the focus. */
+function pressed(event) {
+  const control = event.target.closest("input, textarea, select, [role=listbox]");
+  if (event.defaultPrevented || control) return;
+  if (event.key === "ArrowLeft") go(-1);
+  if (event.key === "ArrowRight") go(1);
+  if (event.key !== " " || event.target.closest("button")) return;
+  event.preventDefault();
+  toggle();
 }
