@@ -39,7 +39,12 @@ class Browser:
         self.requests: list[str] = []  # addresses that the page asked for
         self._count, self._buffer = 0, b""
         self._profile = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
-        command = [find_browser(), *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
+        command = [
+            find_browser() or NAMES[0],
+            *FLAGS,
+            f"--user-data-dir={self._profile.name}",
+            "about:blank",
+        ]
         reads, self._to = os.pipe()
         self._from, writes = os.pipe()
         self._process = subprocess.Popen(
@@ -66,7 +71,7 @@ class Browser:
         try:
             self.call("Browser.close")
             self._process.wait(10)
-        except (OSError, EOFError, TimeoutError, subprocess.TimeoutExpired):
+        except (OSError, EOFError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
         os.close(self._to)

@@ -12,17 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import numpy as np
-
 from flaxformer_min.checkpoints.format import Loaded
 from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.data.lines import is_blank, read_lines
 from flaxformer_min.data.sources import read_pairs
-from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
+from flaxformer_min.see.float16 import rounding_error, to_float16
 from flaxformer_min.see.pieces import describe_tokenizer
 from flaxformer_min.system.files import replace_file
 
@@ -82,29 +78,6 @@ def choose_examples(lines: Sequence[str]) -> list[str]:
     first = sorted(texts, key=lambda text: abs(len(text) - 32))[:1]
     short = sorted(texts, key=lambda text: abs(len(text) - 11))[: max(7, len(texts) // 10)]
     return first + [text for text in short[:: max(1, len(short) // 7)] if text not in first][:6]
-
-
-def to_float16(name: str, leaf: np.ndarray) -> np.ndarray:
-    """Rounds a weight to little-endian float16; raises UserError if it is too large for that."""
-    with np.errstate(over="ignore"):
-        rounded = leaf.astype("<f2")
-    if not np.isfinite(rounded).all():
-        raise UserError(f"{name}: a weight of {np.abs(leaf).max():g} is too large for float16")
-    return rounded
-
-
-def rounding_error(loaded: Loaded, lines: Sequence[str]) -> float:
-    """Returns how far float16 weights move a log-probability at most, in nats.
-
-    The log-probabilities are those of the tokens of greedy translations of the lines.
-    """
-    translator = Translator(*loaded)
-    texts = [found.text for found in translator.translate(lines, Options(beam_size=1))]
-    pairs = list(zip(lines, texts, strict=True))
-    exact = translator.score_tokens(pairs)
-    translator.params = jax.tree.map(lambda x: np.float32(np.float16(x)), loaded.params)
-    both = zip(exact, translator.score_tokens(pairs), strict=True)
-    return max(float(np.abs(np.subtract(a.log_probs, b.log_probs)).max()) for a, b in both)
 
 
 def join(checkpoint: Mapping[str, Any], weights: bytes) -> str:

@@ -1,0 +1,34 @@
+"""Weights as float16, in which the page stores them, and what that changes."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from flaxformer_min.checkpoints.format import Loaded
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.errors import UserError
+
+
+def to_float16(name: str, leaf: np.ndarray) -> np.ndarray:
+    """Rounds a weight to little-endian float16; raises UserError if it is too large for that."""
+    with np.errstate(over="ignore"):
+        rounded = leaf.astype("<f2")
+    if not np.isfinite(rounded).all():
+        raise UserError(f"{name}: a weight of {np.abs(leaf).max():g} is too large for float16")
+    return rounded
+
+
+def rounding_error(loaded: Loaded, lines: Sequence[str]) -> float:
+    """Returns how far float16 weights move a log-probability at most, in nats.
+
+    The log-probabilities are those of the tokens of greedy translations of the lines.
+    """
+    translator = Translator(*loaded)
+    texts = [found.text for found in translator.translate(lines, Options(beam_size=1))]
+    pairs = list(zip(lines, texts, strict=True))
+    exact = translator.score_tokens(pairs)
+    translator.params = jax.tree.map(lambda x: np.float32(np.float16(x)), loaded.params)
+    both = zip(exact, translator.score_tokens(pairs), strict=True)
+    return max(float(np.abs(np.subtract(a.log_probs, b.log_probs)).max()) for a, b in both)
