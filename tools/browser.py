@@ -115,11 +115,11 @@ class Browser:
 
     def open(self, path: Path, before: str = "") -> None:
         """Opens a file, after running the script `before`; returns when the page has loaded."""
-        if before:
-            self.call("Page.addScriptToEvaluateOnNewDocument", source=before)
+        added = self.call("Page.addScriptToEvaluateOnNewDocument", source=before)
         self.call("Page.navigate", url=path.absolute().as_uri())
         loaded = "document.readyState === 'complete'"
         self.evaluate(f"new Promise(r => {loaded} ? r() : addEventListener('load', r))")
+        self.call("Page.removeScriptToEvaluateOnNewDocument", **added)
 
     def evaluate(self, expression: str) -> Any:
         """Returns the value of a JavaScript expression, as JSON; waits for a promise."""

@@ -118,7 +118,7 @@ function isNear(id) {
 
 function drawTalk() {
   const [step, total] = [state.steps[state.at], state.done ? ` of ${state.steps.length}` : ""];
-  const action = step && ended() ? "Again" : moving() ? "Pause" : "Play";
+  const action = step && ended() ? "Again" : step && moving() ? "Pause" : "Play";
   const place = step ? `token ${state.at + 1}${total}` : "";
   say({ target: step ? step.text : "", play: action, place });
   $("target").classList.toggle("writing", !ended());
@@ -248,7 +248,7 @@ function drawAttention() {
   const keys = causal ? written : source;
   const most = Math.max(keys.length, queries.length, 1);
   const lit = Math.min(state.query, queries.length - 1);
-  const cell = square(Math.min(26, Math.min(innerWidth - 200, 560) / most), 9);
+  const cell = square(Math.min(26, Math.min(innerWidth - 230, 560) / most), 9);
   [...$("heads").children].forEach((button, head) => {
     button.setAttribute("aria-pressed", head === siteHead);
     paintCells(button.firstChild, weightsOf(path, head), square(78 / most, 1), hidden);
@@ -273,8 +273,8 @@ function inWords({ columns, data }, queries, keys, lit) {
   if (lit < 0) return "Point at a row, or go through the rows with the arrow keys.";
   const row = keys.map((key, k) => [key, data[lit * columns + k] ?? 0]);
   const best = row.sort((a, b) => b[1] - a[1]).filter(([, weight]) => weight >= 0.005);
-  const read = best.slice(0, 3).map(([key, weight]) => `${key} ${fixed(weight)}`);
-  return `${queries[lit]} looks at ${read.join(", ")}`;
+  const read = best.slice(0, 3).map(([key, weight]) => `“${key}” ${fixed(weight)}`);
+  return `“${queries[lit]}” looks at ${read.join(", ")}`;
 }
 
 function drawOrder() {
