@@ -9,7 +9,7 @@ import pytest
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.lines import decode_lines, read_lines
-from flaxformer_min.data.phrases import phrase
+from flaxformer_min.data.phrases import pair
 from flaxformer_min.data.sources import open_sources, read_pairs
 from flaxformer_min.errors import UserError
 
@@ -133,8 +133,7 @@ def test_slices_of_the_phrases_yield_those_phrases(tmp_path):
     first, second = open_sources(config, ("train[:7]", "test[3:5]"))
     assert (first.size, second.size) == (7, 2)
     assert len(list(first.pairs())) == 7
-    drawn = [phrase("test", index, "en", "de") for index in (3, 4)]
-    assert list(second.pairs()) == [(p.source, p.target) for p in drawn]
+    assert list(second.pairs()) == [pair("test", index, "en", "de") for index in (3, 4)]
 
 
 def test_the_digest_of_phrases_depends_on_slice_and_languages(tmp_path):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from babel import Locale, dates, lists, numbers, units
 
+from flaxformer_min.data.spellings import plainest
+
 T = TypeVar("T")
 
 
@@ -275,13 +277,17 @@ def _render_list(items: _List, style: str, locale: Locale) -> str:
 
 
 def _distinct(options: Iterable[T], texts: Callable[[T], set[str]]) -> tuple[T, ...]:
-    """Returns the options in order, without those that share a text with an option before them."""
+    """Returns the options in order, without those that share a text with an option before them.
+
+    Texts are the same if they are spelt the same in one way.
+    """
     seen: set[str] = set()
     kept = []
     for option in options:
-        if seen.isdisjoint(texts(option)):
+        plain = set(map(plainest, texts(option)))
+        if seen.isdisjoint(plain):
             kept.append(option)
-        seen |= texts(option)
+        seen |= plain
     return tuple(kept)
 
 

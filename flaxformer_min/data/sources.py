@@ -78,7 +78,7 @@ def _open_phrases(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
 
 
 def _open_slice(name: str, *languages: str) -> PairSource:
-    from flaxformer_min.data.phrases import phrase
+    from flaxformer_min.data.phrases import pair
 
     found = re.fullmatch(r"(train|validation|test)\[(\d*):(\d+)\]", name)
     if not found:
@@ -86,7 +86,7 @@ def _open_slice(name: str, *languages: str) -> PairSource:
     split, indices = found[1], range(int(found[2] or 0), int(found[3]))
 
     def render(indices: range) -> Iterator[tuple[str, str]]:
-        return (phrase(split, index, *languages)[:2] for index in indices)
+        return (pair(split, index, *languages) for index in indices)
 
     # Rendering every phrase only to hash it is slow. A sample of the phrases shows whether Babel or
     # the code of the corpus has changed.
