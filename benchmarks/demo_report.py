@@ -10,14 +10,14 @@ import unicodedata
 
 from benchmarks.exact_match import exact_match_by_category
 from benchmarks.lookup import nearest_neighbours
+from flaxformer_min.data.cldr import spellings
 from flaxformer_min.data.phrases import Phrase, phrase
 from flaxformer_min.data.sources import read_pairs
-from flaxformer_min.data.spellings import spellings
-from flaxformer_min.decoding.bleu import bleu_record
+from flaxformer_min.decoding.bleu import bleu_metric, bleu_record
 from flaxformer_min.decoding.translator import Translator
 
 TESTED, SHOWN = 1000, 12  # phrases
-TO_TRY = "March 3 - 14, 2031"
+TO_TRY = "March - October 2031"
 
 
 def main() -> None:
@@ -36,7 +36,8 @@ def main() -> None:
     )
 
     targets = [pair.target for pair in test]
-    record = bleu_record(texts, targets, translator.config.decode, translator.step)
+    metric = bleu_metric(translator.config)
+    record = bleu_record(metric, texts, targets, translator.config.decode, translator.step)
     print(f"\nBLEU {record['score']:.2f} {record['signature']}")
     print(f"{same_in_nfd(translator, test, texts)} of {TESTED} answers are the same in NFD\n")
     examples = {pair.target: pair.source for pair in typed[: 2 * SHOWN]}  # one way to type each

@@ -138,9 +138,11 @@ class DecodeConfig:
     beam_size: Count = 4  # 1 is greedy search
     length_penalty_alpha: Finite = 0.6  # log-probabilities are divided by ((5 + n) / 6)^alpha
     max_length_offset: CountOrZero = 50  # tokens that an output may have more than its source
-    # The tokenisations of sacreBLEU that need nothing more installed; none is for text that is
-    # tokenised already.
-    bleu_tokenize: Literal["13a", "intl", "zh", "char", "none"] = "13a"
+    # A tokenisation of sacreBLEU; auto is its own for data.target_language, none is for text that
+    # is tokenised already.
+    bleu_tokenize: Literal["auto", "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"] = (
+        "auto"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ import jaxtyping
 import pytest
 from babel import Locale
 
-from flaxformer_min.data.cldr import CATEGORIES, Dice
+from flaxformer_min.data.cldr import CATEGORIES, Dice, spellings
 from flaxformer_min.data.phrases import SPLITS, Phrase, pair, phrase, split_of
-from flaxformer_min.data.spellings import spellings
 from flaxformer_min.errors import UserError
 
 DRAWN = 100_000

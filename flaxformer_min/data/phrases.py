@@ -9,7 +9,7 @@ differ only in what neither text shows: values are drawn at the resolution at wh
 shown, and names which the source language does not tell apart are left out. A text that several
 styles share ("May 3, 2026" is both the long and the medium date) is translated in the first.
 
-*A source is written in every way.* CLDR writes spaces and marks that no keyboard has, such as U+2009
+*A source is written in every way.* CLDR writes spaces and marks that no keyboard has, as U+2009
 around a dash and U+202F before AM. `spellings` has the source as CLDR writes it and as it is typed;
 each pair of the corpus has one of them, drawn. The target is always as CLDR writes it.
 
@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 from babel import Locale, UnknownLocaleError, localedata
 
-from flaxformer_min.data.cldr import CATEGORIES, Category, Dice
-from flaxformer_min.data.spellings import plainest, spellings
+from flaxformer_min.data.cldr import CATEGORIES, Category, Dice, plainest, spellings
 from flaxformer_min.errors import UserError, nearest
 
 SPLITS = ("train", "validation", "test")

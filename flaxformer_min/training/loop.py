@@ -18,6 +18,7 @@ from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
 from flaxformer_min.data.batching import Data, batch_iterator
+from flaxformer_min.decoding.bleu import bleu_metric
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters
@@ -46,6 +47,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     """
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_mesh(config, mesh)
+    bleu_metric(config)  # a package that it lacks is told before the data is prepared
     with StopRequest() as stop, hold(workdir, config):
         data = prepare_data(config, workdir)
         cache_programs(workdir)
