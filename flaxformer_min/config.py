@@ -78,7 +78,8 @@ class DataConfig:
     # files: the folder of the files named below. tfds: where datasets are prepared; "." means
     # TFDS_DATA_DIR or TFDS's own folder.
     dir: Free[str] = "."
-    # files: source and target file names alternately, two for each pair of files, .gz accepted.
+    # files: source and target file names alternately, two for each pair of files; they may be
+    # packed by gzip, xz or bzip2.
     # phrases: one slice such as "train[:60000]".
     # tfds: splits or slices of splits such as "train" and "train[:1%]".
     train: Free[Names]
@@ -86,6 +87,9 @@ class DataConfig:
     test: Free[tuple[str, ...]] = ()  # written as for train
     source_language: Language  # such as "en": a locale for phrases, a field of the dataset for tfds
     target_language: Language  # such as "de"
+    # What happens to bytes that are not UTF-8: the run ends before its first step, or U+FFFD
+    # replaces them.
+    errors: Free[Literal["strict", "replace"]] = "strict"
     tokenizer: Free[str | None] = None  # an existing SentencePiece model; None trains one
     vocab_size: int  # pieces of the tokenizer to be trained; an existing one must have as many
     character_coverage: Share = 1.0  # share of the characters that get a piece of their own

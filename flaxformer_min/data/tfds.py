@@ -79,7 +79,7 @@ def open_texts(builder: tfds.core.DatasetBuilder, config: DataConfig, name: str)
         texts = _texts(builder, name, languages, most)
         for number, (source, target) in enumerate(texts, start=1):
             place = f"{config.source} {name}, example {number}"
-            yield _line(source, place), _line(target, place)
+            yield _line(source, place, config.errors), _line(target, place, config.errors)
 
     files = {part.filename for part in parts}
     stored = [
@@ -151,12 +151,14 @@ def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterat
             raise EOFError(f"{part.filename} lacks {count} examples")
 
 
-def _line(text: bytes, place: str) -> str:
+def _line(text: bytes, place: str, errors: str) -> str:
     """Returns a text as one line: a line break at its end is dropped, any other becomes a space."""
     try:
-        line = text.decode()
+        line = text.decode(errors=errors)
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 ({error.reason})") from None
+        raise UserError(
+            f"{place}: not UTF-8 ({error.reason}); data.errors 'replace' reads it"
+        ) from None
     return re.sub("\r?\n", " ", line.removesuffix("\n").removesuffix("\r"))
 
 
