@@ -94,6 +94,7 @@ def prepare_split(
         report = json.loads((folder / "report.json").read_bytes())
     for source, counts in zip(sources, report["sources"], strict=True):
         counts["name"] = source.name  # the same text may have been read under another name
+        counts["digest"] = source.digest
     if not report["kept"]:
         raise UserError(_nothing_left(names, report["sources"]))
     for counts in report["sources"]:

@@ -114,6 +114,7 @@ class Trainer:
         self._train_step = compiled_together(self.program.jitted)
         self._root_key = jax.random.key(config.train.seed)
         self._translator = Translator(config, tokenizer, params={})  # an evaluation sets them
+        self._long_lines = self._translator.long_lines()  # named once, not in every evaluation
         graphdef = self.program.graphdef
         self.validation = Validation(config, data, graphdef, mesh, self._translate)
 
@@ -216,7 +217,9 @@ class Trainer:
     ) -> Iterator[list[tuple[int, str]]]:
         """Yields translations of `lines` by beam search, batch by batch, as Validation wants."""
         self._translator.params = params
-        for batch in self._translator.decode(lines, first_line=first_line):
+        for batch in self._translator.decode(
+            lines, first_line=first_line, long_lines=self._long_lines
+        ):
             yield [(place, translation.text) for place, translation in batch]
 
     def _save(self, state: TrainState, cursor: Cursor, run: Run) -> None:
