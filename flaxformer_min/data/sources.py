@@ -76,7 +76,7 @@ def _open_pair(source: Path, target: Path, errors: Errors) -> PairSource:
             f"{source} has {source_size} lines but {target} has {target_size}; "
             "each line needs its translation in the same line of the other file"
         )
-    if source_digest == target_digest:
+    if source_digest == target_digest and source_size:
         _log.warning("%s and %s have the same text: is one a translation?", source, target)
 
     def pairs() -> Iterator[tuple[str, str]]:
