@@ -89,7 +89,12 @@ def test_training_holds_no_test_or_validation_source(training: list[Phrase]) -> 
 )
 def test_a_source_is_spelt_as_cldr_writes_it_and_as_it_is_typed(cldr, typed):
     assert spellings(cldr) == (cldr, *typed)
-    assert len({split_of(text) for text in spellings(cldr)}) == 1
+
+
+def test_all_spellings_of_a_source_belong_to_one_split() -> None:
+    texts = [f"{number}\u2009\u2013\u2009July" for number in range(200)]
+    assert len({split_of(text) for text in texts}) == 3
+    assert all(len({split_of(way) for way in spellings(text)}) == 1 for text in texts)
 
 
 @pytest.mark.parametrize("language", ["en", "de", "fr", "he", "ar"])
