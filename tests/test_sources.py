@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flaxformer_min.config import DataConfig
+from flaxformer_min.data import sources
 from flaxformer_min.data.lines import decode_lines, read_lines
 from flaxformer_min.data.phrases import pair
 from flaxformer_min.data.sources import open_sources, read_pairs
@@ -143,8 +144,11 @@ def test_training_text_that_is_not_utf8_is_read_if_the_config_says_so(tmp_path):
 
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "socket", "device", "substitution"])
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_training_file_that_can_be_read_once_only_is_refused_at_once(tmp_path, kind, side):
+def test_a_training_file_that_can_be_read_once_only_is_refused_before_it_is_opened(
+    tmp_path, monkeypatch, kind, side
+):
     """Nobody writes to the FIFO: whoever opened it would wait for ever."""
+    monkeypatch.setattr(sources, "_scan", lambda path: pytest.fail(f"{path} was opened"))
     config, wrong = files_config(tmp_path, a_en=b"1\n"), tmp_path / "wrong"
     reader, writer = os.pipe()
     with socket.socket(socket.AF_UNIX) as server:
