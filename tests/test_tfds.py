@@ -437,6 +437,9 @@ def test_text_that_is_not_utf8_is_named_by_its_place(tmp_path):
     if place > 1:
         list(read_pairs(config, (f"train[:{place - 1}]",)))
     assert "example 1:" in message_of(config, f"train[{place - 1}:]")
+    replacing = config_of(tmp_path, errors="replace")
+    lines = {line for pair in read_pairs(replacing, ("train",)) for line in pair}
+    assert len([line for line in lines if "\ufffd" in line]) > 0
 
 
 DAMAGES = ("cut", "missing", "fewer", "overwritten")

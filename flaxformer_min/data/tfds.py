@@ -17,7 +17,7 @@ import struct
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -216,7 +216,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
 
 
 @contextlib.contextmanager
-def _giving_up_soon() -> Iterator[None]:
+def _giving_up_soon() -> Generator[None]:
     """A context in which TFDS gives up a host that does not answer after seconds, and silently.
 
     By itself it waits without end and tries ten times again, with a warning each.
