@@ -105,7 +105,7 @@ def require_regular(path: str | Path) -> None:
     """
     with contextlib.suppress(OSError):  # opening the file says what is wrong
         if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise UserError(f"{path}: no regular file; it is read more than once, so give one")
+            raise UserError(f"{path}: no regular file; a pipe or a folder cannot be read twice")
 
 
 @contextlib.contextmanager
