@@ -55,6 +55,7 @@ OTHER_VALUES = {
     "data.train": ("c.en", "c.de"),
     "data.validation": ("c.en", "c.de"),
     "data.test": ("c.en", "c.de"),
+    "data.errors": "replace",
     "data.tokenizer": "spm.model",
     "data.byte_fallback": False,
     "data.character_coverage": 0.5,
@@ -298,7 +299,7 @@ def test_tfds_takes_any_number_of_splits() -> None:
 FREE = {
     *("model.attention", "model.remat", "model.scan_layers"),
     *("data.dir", "data.train", "data.validation", "data.test", "data.tokenizer"),
-    *("train.steps", "train.evaluate_every", "train.checkpoint_every"),
+    *("data.errors", "train.steps", "train.evaluate_every", "train.checkpoint_every"),
     *("train.keep_last", "train.keep_best", "train.patience", "train.initialize_from"),
     *(key for key in FIELD_TYPES if key.startswith(("mesh.", "decode."))),
 }

@@ -29,9 +29,15 @@ class Progress(NamedTuple):
 def score(record: Mapping[str, Any], metric: Literal["bleu", "loss"]) -> float:
     """Returns the score of an evaluation's record, higher being better.
 
-    It is the BLEU score, or the negated validation loss; a loss that is not finite ranks last.
+    It is the BLEU score, or the negated validation loss; a loss that is not finite ranks last. A
+    BLEU that prints as 0.00 says nothing yet, so that the loss ranks there too, below every BLEU.
     """
-    if metric == "bleu":
+    if metric == "bleu" and says_something(record["bleu"]):
         return record["bleu"]["score"]
     loss = record["validation_loss"]
     return -loss if math.isfinite(loss) else -math.inf
+
+
+def says_something(bleu: Mapping[str, Any]) -> bool:
+    """Whether a BLEU record has a score that does not print as 0.00."""
+    return bleu["score"] >= 0.005

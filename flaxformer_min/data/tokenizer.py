@@ -10,11 +10,14 @@ import random
 import re
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import SupportsIndex
 
 import sentencepiece
+from google.protobuf.message import DecodeError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.errors import UserError
@@ -22,6 +25,9 @@ from flaxformer_min.errors import UserError
 TRAINING_LINES = 2_000_000  # at most, drawn from all: SentencePiece holds them in memory
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3  # in every model that this program trains
 LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
+# The name of the normalisation in a model that this program trains: text is brought to Unicode's
+# form NFC here, before SentencePiece sees it. A model under any other name gets text as it is.
+NFC = "nfc"
 
 # SentencePiece is C++: a malformed model may crash the interpreter, so another one tries it first.
 _TRIAL = """
@@ -38,8 +44,8 @@ class Tokenizer:
 
     A model that lacks pad, bos or eos gets ids for them above its last piece. Decoding the ids of a
     line gives the line back, up to the changes of the model's own normalisation. A model that this
-    program trained with byte fallback changes one character only: U+2581, SentencePiece's mark for
-    a space, comes back as a space.
+    program trained with byte fallback gives the line back in NFC, which looks the same, and changes
+    one character more: U+2581, SentencePiece's mark for a space, comes back as a space.
     """
 
     def __init__(self, model_bytes: bytes) -> None:
@@ -57,8 +63,9 @@ class Tokenizer:
         self.bos_id = self._own_or_added(self._processor.bos_id(), "<s>")
         self.eos_id = self._own_or_added(self._processor.eos_id(), "</s>")
         try:
+            self._form = _name_of_normalisation(model_bytes)
             self.never_generated = self._never_generated()  # ids, ascending
-        except UnicodeDecodeError:
+        except (DecodeError, UnicodeDecodeError):
             raise UserError("damaged: a piece of the model is not UTF-8") from None
 
     @classmethod
@@ -81,11 +88,12 @@ class Tokenizer:
 
         The names of control symbols in the text are ordinary text.
         """
-        return [*self._processor.encode(line), self.eos_id]
+        return self.encode_batch([line])[0]
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each line, EOS last; faster than `encode` for many lines."""
-        return [[*ids, self.eos_id] for ids in self._processor.encode(list(lines))]
+        texts = list(map(nfc, lines)) if self._form == NFC else list(lines)
+        return [[*ids, self.eos_id] for ids in self._processor.encode(texts)]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Returns the text of the ids before the first EOS, without pad and bos.
@@ -144,7 +152,7 @@ def prepare_tokenizer(config: DataConfig, lines: Iterable[str]) -> Tokenizer:
 def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
     """Trains a BPE model on lines of both languages; returns the bytes of its model file.
 
-    The text is used as it is: neither normalised nor stripped of whitespace (SentencePiece's
+    The text is brought to NFC and is otherwise used as it is, white space included (SentencePiece's
     defaults would destroy U+2028, U+202F and U+00A0). At most TRAINING_LINES lines are used,
     drawn with `config.seed`. The same lines and config give the same bytes.
     Raises UserError if the corpus is too small for the vocabulary, or has too many characters.
@@ -152,7 +160,7 @@ def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_emptied(_sample(lines, TRAINING_LINES, config.seed)),
+            sentence_iterator=map(nfc, _emptied(_sample(lines, TRAINING_LINES, config.seed))),
             model_writer=model,
             model_type="bpe",
             vocab_size=config.vocab_size,
@@ -171,7 +179,18 @@ def train_tokenizer(lines: Iterable[str], config: DataConfig) -> bytes:
         )
     except RuntimeError as error:
         raise _training_error(str(error), config.vocab_size) from error
-    return model.getvalue()
+    named = ModelProto.FromString(model.getvalue())
+    named.normalizer_spec.name = NFC  # SentencePiece itself looks at the rules alone: it has none
+    return named.SerializeToString(deterministic=True)
+
+
+def nfc(text: str) -> str:
+    """Returns a text in Unicode's form NFC, which looks the same; most text is in it already."""
+    return unicodedata.normalize("NFC", text)
+
+
+def _name_of_normalisation(model_bytes: bytes) -> str:
+    return ModelProto.FromString(model_bytes).normalizer_spec.name
 
 
 def _sample(lines: Iterable[str], size: int, seed: int) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from flaxformer_min.checkpoints.progress import says_something
 from flaxformer_min.system.files import naming, replace_file
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.state import Metrics
@@ -140,6 +141,11 @@ class MetricsLog(QuietLog):
             f"perplexity {values['validation_perplexity']:.3f}, BLEU {bleu['score']:.2f} "
             f"({bleu['signature']})"
         )
+        if not says_something(bleu):
+            self.say(
+                f"step {step}: this BLEU ranks nothing, so the loss does; if it stays, see whether "
+                "decode.bleu_tokenize suits the language"
+            )
 
     def say(self, text: str) -> None:
         """Prints a line above the progress bar."""

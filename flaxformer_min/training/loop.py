@@ -18,6 +18,7 @@ from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
 from flaxformer_min.data.batching import Data, batch_iterator
+from flaxformer_min.decoding.bleu import bleu_metric
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters
@@ -46,6 +47,7 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     """
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_mesh(config, mesh)
+    bleu_metric(config)  # a package that it lacks is told before the data is prepared
     with StopRequest() as stop, hold(workdir, config):
         data = prepare_data(config, workdir)
         cache_programs(workdir)
@@ -112,6 +114,7 @@ class Trainer:
         self._train_step = compiled_together(self.program.jitted)
         self._root_key = jax.random.key(config.train.seed)
         self._translator = Translator(config, tokenizer, params={})  # an evaluation sets them
+        self._long_lines = self._translator.long_lines()  # named once, not in every evaluation
         graphdef = self.program.graphdef
         self.validation = Validation(config, data, graphdef, mesh, self._translate)
 
@@ -214,7 +217,9 @@ class Trainer:
     ) -> Iterator[list[tuple[int, str]]]:
         """Yields translations of `lines` by beam search, batch by batch, as Validation wants."""
         self._translator.params = params
-        for batch in self._translator.decode(lines, first_line=first_line):
+        for batch in self._translator.decode(
+            lines, first_line=first_line, long_lines=self._long_lines
+        ):
             yield [(place, translation.text) for place, translation in batch]
 
     def _save(self, state: TrainState, cursor: Cursor, run: Run) -> None:

@@ -8,9 +8,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
@@ -24,6 +26,8 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import replace_file
 from flaxformer_min.system.processes import broadcast
 from flaxformer_min.training.workdir import CACHE, CORPUS, TOKENIZER, resumes
+
+_log = logging.getLogger(__name__)
 
 DIGEST_SIZE = hashlib.sha256().digest_size
 
@@ -57,9 +61,22 @@ def _prepare(config: Config, workdir: Path) -> dict[str, str]:
     if before and before["train"] != train["digest"]:
         raise UserError(f"data.train: {workdir} was trained on other text; use a new --workdir")
     _, validation = prepare_split(data, data.validation, tokenizer, cache, keep_all=True)
+    _warn_of_overlap(train["sources"], validation["sources"])
     report = {"tokenizer": tokenizer.sha256, "train": train, "validation": validation}
     replace_file(workdir / CORPUS, (json.dumps(report, indent=2) + "\n").encode())
     return _digests(workdir)
+
+
+def _warn_of_overlap(train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> None:
+    """Warns if a source of validation pairs has the same text as one of the training pairs."""
+    trained_on = {counts["digest"] for counts in train}
+    for counts in validation:
+        if counts["digest"] in trained_on:
+            _log.warning(
+                "data.validation: %s is in data.train too, so loss and BLEU there say nothing "
+                "about other text",
+                counts["name"],
+            )
 
 
 def _digests(workdir: Path) -> dict[str, str]:
