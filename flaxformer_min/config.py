@@ -78,15 +78,15 @@ class ModelConfig:
 class DataConfig:
     """Where the pairs come from, how they become tokens and how tokens become batches."""
 
-    # Text files, the built-in corpus of phrases, or a dataset of TensorFlow Datasets (TFDS): files,
-    # phrases or tfds:NAME/CONFIG.
+    # Text files, the built-in corpus of phrases, or a dataset of TensorFlow Datasets (TFDS) or of
+    # Hugging Face: files, phrases, tfds:NAME/CONFIG, hf:NAME:CONFIG or hf:FOLDER of Parquet files.
     source: str = "files"
     # files: the folder of the files named below. tfds: where datasets are prepared; "." means
-    # TFDS_DATA_DIR or TFDS's own folder.
+    # TFDS_DATA_DIR or TFDS's own folder. hf: the cache; "." means the library's own.
     dir: Free[str] = "."
     # files: source and target file names alternately, two for each pair of files, .gz accepted.
     # phrases: one slice such as "train[:60000]".
-    # tfds: splits or slices of splits such as "train" and "train[:1%]".
+    # tfds, hf: splits or slices of splits such as "train" and "train[:1%]".
     train: Free[Names]
     validation: Free[Names]  # written as for train
     test: Free[tuple[str, ...]] = ()  # written as for train
@@ -104,7 +104,7 @@ class DataConfig:
 
     @property
     def source_kind(self) -> str:
-        """The part of `source` before its colon: files, phrases or tfds."""
+        """The part of `source` before its colon: files, phrases, tfds or hf."""
         return self.source.partition(":")[0]
 
 

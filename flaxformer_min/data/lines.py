@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -48,6 +49,11 @@ def decode_lines(
         if number == 1:
             line = line.removeprefix("\ufeff")
         yield line.removesuffix("\n").removesuffix("\r")
+
+
+def one_line(text: str) -> str:
+    """Returns a text as one line: a line break at its end is dropped, any other becomes a space."""
+    return re.sub("\r?\n", " ", text.removesuffix("\n").removesuffix("\r"))
 
 
 def is_blank(line: str) -> bool:

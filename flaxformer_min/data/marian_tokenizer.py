@@ -6,7 +6,7 @@ Its model file is a zip archive of the three files that a Marian directory has f
     target.spm    cuts a target line into pieces, and joins them again
     vocab.json    {piece: id} for the pieces of both; the ids are 0 to V - 1
 
-A source line may begin with the name of its target language, such as ">>deu<<", if that is in the
+A line may begin with the name of the target language, such as ">>deu<<", if that is in the
 table. Marian has no BOS: the decoder begins with pad.
 """
 
@@ -58,7 +58,7 @@ class MarianTokenizer(Tokenizer):
 
     def encode_batch(self, lines: Sequence[str], side: Side = "source") -> list[list[int]]:
         """Returns the ids of each line of this side, EOS last."""
-        languages = [_LANGUAGE.match(line) if side == "source" else None for line in lines]
+        languages = map(_LANGUAGE.match, lines)
         ends = [0 if found is None else found.end() for found in languages]
         rest = [line[end:] for line, end in zip(lines, ends, strict=True)]
         model = self._models[SOURCE if side == "source" else TARGET]

@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import struct
 import sys
 import textwrap
@@ -25,6 +24,7 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.core.download import extractor
 
 from flaxformer_min.config import DataConfig
+from flaxformer_min.data.lines import one_line
 from flaxformer_min.data.pairs import PairSource
 from flaxformer_min.errors import UserError, nearest
 from flaxformer_min.system.files import locked
@@ -152,12 +152,10 @@ def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterat
 
 
 def _line(text: bytes, place: str) -> str:
-    """Returns a text as one line: a line break at its end is dropped, any other becomes a space."""
     try:
-        line = text.decode()
+        return one_line(text.decode())
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 ({error.reason})") from None
-    return re.sub("\r?\n", " ", line.removesuffix("\n").removesuffix("\r"))
 
 
 def _builder(name: str, folder: str | None) -> tfds.core.DatasetBuilder:

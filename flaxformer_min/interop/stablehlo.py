@@ -23,7 +23,8 @@ from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import search_batch
 from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.errors import UserError
-from flaxformer_min.interop.export import MODEL, new_directory
+from flaxformer_min.interop.export import new_directory
+from flaxformer_min.interop.marian import MODEL
 from flaxformer_min.model.build import split_model
 
 PLATFORMS = "cpu", "cuda", "tpu"
