@@ -19,7 +19,6 @@ from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import score_batch
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.build import split_model
-from flaxformer_min.model.layers import LAYER_NORM_EPSILON
 from flaxformer_min.model.positions import sinusoidal_positions
 
 BATCH_SIZES = (8, 16, 32, 64, 128)  # sentences, tried with the peers
@@ -183,7 +182,7 @@ def _marian_model(translator: Translator) -> Any:
     model.load_state_dict(state)
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
-            module.eps = LAYER_NORM_EPSILON
+            module.eps = config.layer_norm_epsilon
     return model
 
 
@@ -228,7 +227,7 @@ def _ctranslate2_spec(translator: Translator) -> Any:
     spec.config.unk_token = names[tokenizer.unk_id]
     spec.config.bos_token = spec.config.decoder_start_token = names[tokenizer.bos_id]
     spec.config.eos_token = names[tokenizer.eos_id]
-    spec.config.layer_norm_epsilon = LAYER_NORM_EPSILON
+    spec.config.layer_norm_epsilon = config.layer_norm_epsilon
     spec.encoder.embeddings[0].weight = spec.decoder.embeddings.weight = params["embedding"]
     spec.decoder.projection.weight = params["embedding"]
     for side in ("encoder", "decoder"):

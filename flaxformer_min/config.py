@@ -46,6 +46,7 @@ class ModelConfig:
     """The network (paper, section 3). The defaults are the paper's base model."""
 
     num_layers: Count = 6  # N, in each of the two stacks
+    num_decoder_layers: CountOrNone = None  # in the decoder; None: as many as in the encoder
     d_model: Count = 512  # D, width of what goes from layer to layer
     d_ff: Count = 2048  # F, width inside the feed-forward network
     num_heads: Count = 8  # H, in every attention
@@ -55,6 +56,11 @@ class ModelConfig:
     attention_dropout: Rate = 0.0  # of attention weights; the paper has none
     ffn_dropout: Rate = 0.0  # of the activations inside the FFN; the paper has none
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # the paper's, or Table 3, row E
+    # The function inside the FFN, max(0, x), or x * sigmoid(x) as most Marian models have it.
+    activation: Literal["relu", "swish"] = "relu"
+    # Biases of attention's four projections and of the logits; the paper has none, Marian has all.
+    biases: bool = False
+    layer_norm_epsilon: Positive = 1e-6  # the paper gives none; this is tensor2tensor's
     max_length: int = 1024  # the longest sequence the model takes, in tokens with EOS
     # Tables that are one matrix: all three (section 3.4), the target embedding and the output
     # projection, or none.
@@ -72,16 +78,16 @@ class ModelConfig:
 class DataConfig:
     """Where the pairs come from, how they become tokens and how tokens become batches."""
 
-    # Text files, the built-in corpus of phrases, or a dataset of TensorFlow Datasets (TFDS): files,
-    # phrases or tfds:NAME/CONFIG.
+    # Text files, the built-in corpus of phrases, or a dataset of TensorFlow Datasets (TFDS) or of
+    # Hugging Face: files, phrases, tfds:NAME/CONFIG, hf:NAME:CONFIG or hf:FOLDER of Parquet files.
     source: str = "files"
     # files: the folder of the files named below. tfds: where datasets are prepared; "." means
-    # TFDS_DATA_DIR or TFDS's own folder.
+    # TFDS_DATA_DIR or TFDS's own folder. hf: the cache; "." means the library's own.
     dir: Free[str] = "."
     # files: source and target file names alternately, two for each pair of files; they may be
     # packed by gzip, xz or bzip2.
     # phrases: one slice such as "train[:60000]".
-    # tfds: splits or slices of splits such as "train" and "train[:1%]".
+    # tfds, hf: splits or slices of splits such as "train" and "train[:1%]".
     train: Free[Names]
     validation: Free[Names]  # written as for train
     test: Free[tuple[str, ...]] = ()  # written as for train
@@ -102,7 +108,7 @@ class DataConfig:
 
     @property
     def source_kind(self) -> str:
-        """The part of `source` before its colon: files, phrases or tfds."""
+        """The part of `source` before its colon: files, phrases, tfds or hf."""
         return self.source.partition(":")[0]
 
 

@@ -20,30 +20,39 @@ NORM_EPSILON = 1e-6  # the paper gives none; tensor2tensor's
 
 @dataclass(frozen=True)
 class Attention:
-    """W_Q, W_K [D, K] and W_V [D, U] of each head, and W_O [H * U, D]; no biases."""
+    """W_Q, W_K [D, K] and W_V [D, U] of each head, and W_O [H * U, D].
+
+    The paper has no biases, which are 0 then: [K] and [U] of each head, and [D].
+    """
 
     query: list[Matrix]
     key: list[Matrix]
     value: list[Matrix]
     output: Matrix
+    query_bias: list[Matrix] | list[float]
+    key_bias: list[Matrix] | list[float]
+    value_bias: list[Matrix] | list[float]
+    output_bias: Matrix | float
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Scale and bias [D]."""
+    """Scale and bias [D], and epsilon."""
 
     scale: Matrix
     bias: Matrix
+    epsilon: float = NORM_EPSILON
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """W_1 [D, F], b_1 [F], W_2 [F, D], b_2 [D]."""
+    """W_1 [D, F], b_1 [F], W_2 [F, D], b_2 [D]; swish instead of max(0, x) if asked for."""
 
     w1: Matrix
     b1: Matrix
     w2: Matrix
     b2: Matrix
+    swish: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class Weights:
     decoder: list[DecoderLayer]
     source_positions: Matrix | None = None
     target_positions: Matrix | None = None
+    output_bias: Matrix | float = 0.0
 
 
 def sinusoids(length: int, d_model: int) -> Matrix:
@@ -107,22 +117,26 @@ def attention_weights(query: Matrix, key: Matrix, allowed: Allowed) -> Matrix:
 def multi_head(layer: Attention, queries: Matrix, memory: Matrix, allowed: Allowed) -> Matrix:
     """Concat(head_1 .. head_H) W_O (section 3.2.2): [T, D], [S, D], [T, S] -> [T, D]."""
     heads = []
-    for w_query, w_key, w_value in zip(layer.query, layer.key, layer.value, strict=True):
-        weights = attention_weights(queries @ w_query, memory @ w_key, allowed)
-        heads.append(weights @ (memory @ w_value))
-    return np.concatenate(heads, axis=1) @ layer.output
+    for head in range(len(layer.query)):
+        query = queries @ layer.query[head] + layer.query_bias[head]
+        key = memory @ layer.key[head] + layer.key_bias[head]
+        value = memory @ layer.value[head] + layer.value_bias[head]
+        heads.append(attention_weights(query, key, allowed) @ value)
+    return np.concatenate(heads, axis=1) @ layer.output + layer.output_bias
 
 
 def layer_norm(norm: Norm, x: Matrix) -> Matrix:
     """Each row to mean 0 and variance 1, then scale and bias: [T, D] -> [T, D]."""
     centred = x - x.mean(axis=1, keepdims=True)
     variance = (centred**2).mean(axis=1, keepdims=True)
-    return centred / np.sqrt(variance + NORM_EPSILON) * norm.scale + norm.bias
+    return centred / np.sqrt(variance + norm.epsilon) * norm.scale + norm.bias
 
 
 def feed_forward(layer: FeedForward, x: Matrix) -> Matrix:
     """max(0, x W_1 + b_1) W_2 + b_2 (section 3.3): [T, D] -> [T, D]."""
-    return np.maximum(0.0, x @ layer.w1 + layer.b1) @ layer.w2 + layer.b2
+    hidden = x @ layer.w1 + layer.b1
+    hidden = hidden / (1 + np.exp(-hidden)) if layer.swish else np.maximum(0.0, hidden)
+    return hidden @ layer.w2 + layer.b2
 
 
 def embed(table: Matrix, positions: Matrix | None, ids: NDArray[np.integer]) -> Matrix:
@@ -162,7 +176,7 @@ def decode(
         read = multi_head(layer.cross_attention, y, memory, source_allowed)
         y = layer_norm(layer.cross_attention_norm, y + read)
         y = layer_norm(layer.feed_forward_norm, y + feed_forward(layer.feed_forward, y))
-    return y @ weights.output_table.T
+    return y @ weights.output_table.T + weights.output_bias
 
 
 def smoothed_loss(

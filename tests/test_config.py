@@ -27,7 +27,7 @@ from flaxformer_min.config_rules import (
     typed,
     validate,
 )
-from flaxformer_min.data.tokenizer import TRAINING_LINES
+from flaxformer_min.data.tokenizer_training import TRAINING_LINES
 from flaxformer_min.errors import UserError
 from flaxformer_min.training.optimizer import BETA1
 

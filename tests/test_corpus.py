@@ -23,7 +23,8 @@ from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.corpus import EncodedCorpus, prepare_split
 from flaxformer_min.data.lines import is_blank
 from flaxformer_min.data.sources import read_pairs
-from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 from flaxformer_min.errors import UserError
 
 NAMES = ("train.en", "train.de")

@@ -6,9 +6,18 @@ import numpy as np
 import numpy_transformer as reference
 import optax
 import pytest
+from flax import nnx
 from jaxprs import equations
+from tiny_model import SOURCE, TARGET_IN, VARIANTS, VOCAB_SIZE, random_params
 
-from flaxformer_min.training.loss import projected_cross_entropy, smoothed_cross_entropy
+from flaxformer_min.data.batch import Batch
+from flaxformer_min.model.build import split_model
+from flaxformer_min.model.teacher_forcing import forced_states
+from flaxformer_min.training.loss import (
+    make_loss,
+    projected_cross_entropy,
+    smoothed_cross_entropy,
+)
 
 B, T, D, V, CHUNK = 3, 11, 5, 23, 4
 loss = jax.jit(smoothed_cross_entropy, static_argnums=3)
@@ -172,3 +181,30 @@ def test_bfloat16_states_give_a_float32_sum_and_float32_table_gradients(case):
     assert states_grad.dtype == jnp.bfloat16
     np.testing.assert_allclose(total, wanted[0], rtol=1e-2)
     np.testing.assert_allclose(table_grad, wanted[3], atol=2e-2 * np.abs(wanted[3]).max())
+
+
+@pytest.mark.run
+def test_the_logits_bias_of_marians_models_counts_in_the_loss_and_has_the_gradient_of_jax():
+    config = VARIANTS["Marian's"]
+    graphdef, params = split_model(config, VOCAB_SIZE)[0], random_params(config)
+    target = jnp.where(TARGET_IN == 0, 7, TARGET_IN)  # 7 is pad and BOS here, as in Marian
+    batch = Batch(jnp.where(SOURCE == 0, 7, SOURCE), target)
+    loss = make_loss(graphdef, pad_id=7, bos_id=7, smoothing=0.1)
+
+    def plain(params):
+        model = nnx.merge(graphdef, params)
+        states = forced_states(model, *batch, pad_id=7, bos_id=7)
+        weights = (target != 7).astype(jnp.float32)
+        return smoothed_cross_entropy(model.project(states), target, weights, 0.1)[0]
+
+    wanted, wanted_gradients = jax.jit(jax.value_and_grad(plain))(params)
+    found, gradients = jax.jit(jax.value_and_grad(lambda params: loss(params, batch, None)[0]))(
+        params
+    )
+    assert np.abs(gradients["logits_bias"]).max() > 1
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        gradients,
+        wanted_gradients,
+    )

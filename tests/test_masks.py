@@ -11,6 +11,7 @@ import pytest
 from tiny_model import CONFIG, SOURCE, TARGET_IN, build, compiled_forward, random_params
 
 from flaxformer_min.model.masks import causal_mask, padding_mask
+from flaxformer_min.model.teacher_forcing import forced_states
 
 
 def as_table(mask):
@@ -196,3 +197,17 @@ def test_a_row_of_padding_has_finite_gradients_and_adds_nothing_to_the_others():
     ):
         assert np.isfinite(counted).all()
         np.testing.assert_allclose(ignored, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.run
+def test_bos_may_be_attended_to_even_where_it_has_pads_id():
+    params = random_params()
+    target = jnp.array([[5, 3, 7], [11, 7, 7]])
+    states = [
+        forced_states(build(CONFIG, changed), target, target, pad_id=7, bos_id=bos)
+        for bos, changed in (
+            (7, params),
+            (9, {**params, "embedding": params["embedding"].at[9].set(params["embedding"][7])}),
+        )
+    ]
+    np.testing.assert_array_equal(*states)

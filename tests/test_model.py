@@ -161,7 +161,7 @@ PREFIXES = PREFIXES.reshape(5, HYPOTHESES, TARGET_LENGTH)
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("name", ["paper", "learned positions"])
+@pytest.mark.parametrize("name", ["paper", "learned positions", "Marian's"])
 def test_cached_decoding_equals_the_full_forward_at_every_position(name):
     config, params = VARIANTS[name], random_params(VARIANTS[name])
     memory = compiled_forward(config, params, SOURCE, TARGET_IN)[0]

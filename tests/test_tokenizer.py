@@ -12,8 +12,9 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data import tokenizer as tokenizer_room
-from flaxformer_min.data.tokenizer import (
-    Tokenizer,
+from flaxformer_min.data import tokenizer_training
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import (
     _emptied,
     _sample,
     prepare_tokenizer,
@@ -164,7 +165,7 @@ def test_the_same_lines_and_config_give_the_same_bytes(tokenizer):
 
 
 def test_the_seed_decides_which_lines_are_used_where_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(tokenizer_room, "TRAINING_LINES", 59)
+    monkeypatch.setattr(tokenizer_training, "TRAINING_LINES", 59)
     few = dataclasses.replace(CONFIG, vocab_size=310)
     models = {train_tokenizer(LINES, dataclasses.replace(few, seed=seed)) for seed in (1, 1, 5)}
     assert len(models) == 2

@@ -17,7 +17,8 @@ from flaxformer_min.checkpoints.format import Loaded
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config, DataConfig, DecodeConfig, ModelConfig
 from flaxformer_min.data.batch import Batch, padded
-from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 from flaxformer_min.decoding import translator as translate
 from flaxformer_min.decoding.batches import plan_batches
 from flaxformer_min.decoding.options import Options

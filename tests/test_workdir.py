@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flaxformer_min.config_rules import config_to_json
-from flaxformer_min.data.tokenizer import prepare_tokenizer
+from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.training import loop, prepared_data
 from flaxformer_min.training.prepared_data import prepare_data

@@ -26,6 +26,14 @@ VARIANTS = {
     "target shared": dataclasses.replace(CONFIG, share_embeddings="target", num_layers=1),
     "nothing shared": dataclasses.replace(CONFIG, share_embeddings="none", num_layers=1),
     "narrow heads": dataclasses.replace(CONFIG, num_heads=3, d_k=2, d_v=1, num_layers=1),
+    "Marian's": dataclasses.replace(
+        CONFIG,
+        num_layers=1,
+        num_decoder_layers=2,
+        biases=True,
+        activation="swish",
+        layer_norm_epsilon=0.01,
+    ),
 }
 
 
@@ -82,16 +90,20 @@ def reference_weights(params, config):
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
     def attention(p):
-        def heads(name):
-            return np.split(p[name], config.num_heads, axis=1)
-
-        return reference.Attention(heads("query"), heads("key"), heads("value"), p["output"])
+        names, no_bias = ("query", "key", "value"), [0.0] * config.num_heads
+        kernels = [np.split(p[name], config.num_heads, axis=1) for name in names]
+        biases = [
+            np.split(p[f"{name}_bias"], config.num_heads) if f"{name}_bias" in p else no_bias
+            for name in names
+        ]
+        return reference.Attention(*kernels, p["output"], *biases, p.get("output_bias", 0.0))
 
     def norm(p):
-        return reference.Norm(p["scale"], p["bias"])
+        return reference.Norm(p["scale"], p["bias"], config.layer_norm_epsilon)
 
     def ffn(p):
-        return reference.FeedForward(p["up"], p["up_bias"], p["down"], p["down_bias"])
+        swish = config.activation == "swish"
+        return reference.FeedForward(p["up"], p["up_bias"], p["down"], p["down_bias"], swish)
 
     def layer(kind, p):
         sites = [name for name in ("self_attention", "cross_attention") if name in p]
@@ -107,4 +119,5 @@ def reference_weights(params, config):
         decoder=[layer(reference.DecoderLayer, p) for _, p in sorted(params["decoder"].items())],
         source_positions=params.get("source_positions"),
         target_positions=params.get("target_positions"),
+        output_bias=params.get("logits_bias", 0.0),
     )

@@ -26,7 +26,7 @@ from flaxformer_min.checkpoints.leaves import nested
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_from_json, typed
-from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer, open_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import checkpoint_errors, verify
 
@@ -90,7 +90,7 @@ def read_checkpoint(folder: Path) -> Loaded:
     """
     config, meta = read_config(folder), _parse_meta(folder)
     try:
-        tokenizer = Tokenizer((folder / TOKENIZER).read_bytes())
+        tokenizer = open_tokenizer((folder / TOKENIZER).read_bytes())
     except UserError as error:
         raise UserError(f"{folder / TOKENIZER}: {error}") from error
     stored = stored_shapes(folder).get("params", {})

@@ -187,9 +187,10 @@ class _Writer(NamedTuple):
         usable = [pair for pair in pairs if self.keep_all or not any(map(is_blank, pair))]
         report["read"] += len(pairs)
         report["dropped"]["blank"] += len(pairs) - len(usable)
-        sides = self.tokenizer.encode_batch([line for pair in usable for line in pair])
+        sources = self.tokenizer.encode_batch([source for source, _ in usable], "source")
+        targets = self.tokenizer.encode_batch([target for _, target in usable], "target")
         kept = []
-        for pair in zip(sides[::2], sides[1::2], strict=True):
+        for pair in zip(sources, targets, strict=True):
             report["longest"] = list(map(max, report["longest"], map(len, pair)))
             if max(map(len, pair)) <= self.limit:
                 kept += pair

@@ -38,9 +38,9 @@ def open_sources(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
     A TFDS dataset that is not prepared yet is prepared now. Raises UserError if a file is missing,
     two files of a pair differ in their number of lines, or a name is not understood.
     """
-    kinds = {"files": _open_files, "phrases": _open_phrases, "tfds": _open_tfds}
+    kinds = {"files": _open_files, "phrases": _open_phrases, "tfds": _open_tfds, "hf": _open_hf}
     if config.source_kind not in kinds:  # a config made in Python need not have been validated
-        known = "files, phrases or tfds:NAME/CONFIG"
+        known = "files, phrases, tfds:NAME/CONFIG or hf:NAME:CONFIG"
         raise UserError(f"data.source: {config.source!r} is unknown; use {known}")
     return kinds[config.source_kind](config, names)
 
@@ -117,6 +117,12 @@ def _open_slice(name: str, *languages: str) -> PairSource:
     text = json.dumps([name, languages, importlib.metadata.version("babel"), some])
     digest = hashlib.sha256(text.encode()).hexdigest()
     return PairSource(f"phrases {name}", digest, len(indices), lambda: render(indices))
+
+
+def _open_hf(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
+    from flaxformer_min.data.hugging_face import open_splits
+
+    return open_splits(config, names)
 
 
 def _open_tfds(config: DataConfig, names: Sequence[str]) -> list[PairSource]:

@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import struct
 import sys
 import textwrap
@@ -27,7 +26,7 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.core.download import downloader, extractor
 
 from flaxformer_min.config import DataConfig
-from flaxformer_min.data.pairs import PairSource
+from flaxformer_min.data.pairs import PairSource, one_line
 from flaxformer_min.errors import UserError, nearest
 from flaxformer_min.system.files import locked
 
@@ -156,14 +155,12 @@ def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterat
 
 
 def _line(text: bytes, place: str, errors: str) -> str:
-    """Returns a text as one line: a line break at its end is dropped, any other becomes a space."""
     try:
-        line = text.decode(errors=errors)
+        return one_line(text.decode(errors=errors))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{place}: not UTF-8 ({error.reason}); data.errors 'replace' reads it"
         ) from None
-    return re.sub("\r?\n", " ", line.removesuffix("\n").removesuffix("\r"))
 
 
 def _builder(name: str, folder: str | None) -> tfds.core.DatasetBuilder:

@@ -110,12 +110,12 @@ def encode_lines(
     side: str,
     long_lines: LongLines,
 ) -> list[list[int]]:
-    """Returns the token ids of each line, EOS last.
+    """Returns the token ids of each line of this side, EOS last.
 
     A line of more ids than the model takes is cut; its last id becomes EOS. `long_lines` is told of
     the line, as one of a `side`, by its number in `numbers`.
     """
-    encoded = tokenizer.encode_batch(lines)
+    encoded = tokenizer.encode_batch(lines, "source" if side == "source" else "target")
     for number, ids in zip(numbers, encoded, strict=True):
         long_lines.see(side, number, len(ids))
         if len(ids) > long_lines.longest:

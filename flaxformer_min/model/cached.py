@@ -163,7 +163,7 @@ def attention_step(
         written.append(block.written(new, index - first))
         blocks.append(MaskedBlock(*written[-1], mask, furthest >= first))
         first = end
-    return attention.merge(attend_blocks(attention.heads(x, attention.query[...]), blocks))
+    return attention.merge(attend_blocks(attention.queries(x), blocks))
 
 
 class MaskedBlock(NamedTuple):

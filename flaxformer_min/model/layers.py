@@ -13,12 +13,18 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.model.attention import Context, Keys, Mask, Values, attend, cudnn_attention
+from flaxformer_min.model.attention import (
+    Context,
+    Keys,
+    Mask,
+    Query,
+    Values,
+    attend,
+    cudnn_attention,
+)
 from flaxformer_min.model.dropout import MaybeKey, dropout, split
 from flaxformer_min.model.linear import dense
 from flaxformer_min.model.taps import Taps, inside, note
-
-LAYER_NORM_EPSILON = 1e-6  # the paper gives none; this is tensor2tensor's
 
 SourceMask = Bool[Array, "#B 1 1 S"]  # masks.padding_mask(source)
 TargetMask = Bool[Array, "#B 1 T T"]  # masks.padding_mask(target_in) & masks.causal_mask(T)
@@ -33,12 +39,14 @@ class KeysValues(NamedTuple):
     values: Values
 
 
-def layer_norm(x: States, scale: Float[Array, " D"], bias: Float[Array, " D"]) -> States:
+def layer_norm(
+    x: States, scale: Float[Array, " D"], bias: Float[Array, " D"], epsilon: float = 1e-6
+) -> States:
     """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias over D, in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(variance + LAYER_NORM_EPSILON)
+    normed = centred * jax.lax.rsqrt(variance + epsilon)
     return (normed * scale[None, None] + bias[None, None]).astype(x.dtype)
 
 
@@ -47,21 +55,27 @@ def xavier(rngs: nnx.Rngs, fan_in: int, fan_out: int) -> nnx.Param:
     return nnx.Param(jax.nn.initializers.xavier_uniform()(rngs.params(), (fan_in, fan_out)))
 
 
+def zeros(size: int, wanted: bool = True) -> nnx.Param | None:
+    """Returns a bias [size] of zeros, or None for a projection that has no bias."""
+    return nnx.Param(jnp.zeros(size)) if wanted else None
+
+
 class Residual(nnx.Module):
     """The residual connection of a sublayer (section 5.4): LayerNorm(x + Dropout(Sublayer(x)))."""
 
     def __init__(self, config: ModelConfig):
-        self.rate = config.dropout
+        self.rate, self.epsilon = config.dropout, config.layer_norm_epsilon
         self.scale = nnx.Param(jnp.ones(config.d_model))
         self.bias = nnx.Param(jnp.zeros(config.d_model))
 
     def __call__(self, x: States, sublayer: Callable[[States], States], key: MaybeKey) -> States:
         """Applies `sublayer`, a function from [B, T, D] to [B, T, D], and all that surrounds it."""
-        return layer_norm(x + dropout(sublayer(x), self.rate, key), self.scale[...], self.bias[...])
+        x = x + dropout(sublayer(x), self.rate, key)
+        return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
 
 
 class MultiHeadAttention(nnx.Module):
-    """Concat(head_1 .. head_H) W_O (section 3.2.2), without biases.
+    """Concat(head_1 .. head_H) W_O (section 3.2.2); biases only if `config.biases`.
 
     The kernels are [D, H x K] for queries and keys, [D, H x U] for values and [H x U, D] for the
     output. A kernel holds all heads side by side, and Xavier's fans are the sizes of the whole
@@ -72,10 +86,14 @@ class MultiHeadAttention(nnx.Module):
         self.num_heads = config.num_heads
         self.rate = config.attention_dropout
         self.cudnn = config.attention == "cudnn"
-        self.query = xavier(rngs, config.d_model, config.num_heads * config.d_k)
-        self.key = xavier(rngs, config.d_model, config.num_heads * config.d_k)
-        self.value = xavier(rngs, config.d_model, config.num_heads * config.d_v)
-        self.output = xavier(rngs, config.num_heads * config.d_v, config.d_model)
+        keys, values = config.num_heads * config.d_k, config.num_heads * config.d_v
+        self.query = xavier(rngs, config.d_model, keys)
+        self.key = xavier(rngs, config.d_model, keys)
+        self.value = xavier(rngs, config.d_model, values)
+        self.output = xavier(rngs, values, config.d_model)
+        self.query_bias, self.key_bias = zeros(keys, config.biases), zeros(keys, config.biases)
+        self.value_bias = zeros(values, config.biases)
+        self.output_bias = zeros(config.d_model, config.biases)
 
     def __call__(
         self,
@@ -90,7 +108,7 @@ class MultiHeadAttention(nnx.Module):
         `taps` get the weights [B, H, T, S]. With `config.attention` "cudnn", training uses the
         fused kernel, which has no weights to show.
         """
-        query = self.heads(x, self.query[...])
+        query = self.queries(x)
         if self.cudnn and key is not None:  # in training only: evaluation must run on any machine
             return self.merge(cudnn_attention(query, *keys_values, mask))
         drop = functools.partial(dropout, rate=self.rate, key=key)
@@ -98,36 +116,50 @@ class MultiHeadAttention(nnx.Module):
         note(taps, "weights", weights)
         return self.merge(context)
 
-    def heads(self, x: States, kernel: Float[Array, "D HK"]) -> Float[Array, "..."]:
+    def heads(self, x: States, kernel: nnx.Param, bias: nnx.Param | None) -> Float[Array, "..."]:
         """Projects x and splits it into heads: [B, T, D] -> [B, H, T, K], or U for values."""
         batch, length, _ = x.shape
-        return dense(x, kernel).reshape(batch, length, self.num_heads, -1).swapaxes(1, 2)
+        projected = _affine(x, kernel, bias)
+        return projected.reshape(batch, length, self.num_heads, -1).swapaxes(1, 2)
+
+    def queries(self, x: States) -> Query:
+        """Returns the queries [B, H, T, K] of x [B, T, D]."""
+        return self.heads(x, self.query, self.query_bias)
 
     def keys_values(self, x: Memory) -> KeysValues:
         """Returns the keys [B, H, S, K] and the values [B, H, S, U] of x [B, S, D]."""
-        return KeysValues(self.heads(x, self.key[...]), self.heads(x, self.value[...]))
+        keys = self.heads(x, self.key, self.key_bias)
+        return KeysValues(keys, self.heads(x, self.value, self.value_bias))
 
     def merge(self, context: Context) -> States:
         """Concatenates the heads and projects them: [B, H, T, U] -> [B, T, D]."""
         batch, _, length, _ = context.shape
-        return dense(context.swapaxes(1, 2).reshape(batch, length, -1), self.output[...])
+        concatenated = context.swapaxes(1, 2).reshape(batch, length, -1)
+        return _affine(concatenated, self.output, self.output_bias)
 
 
 class FeedForward(nnx.Module):
-    """The feed-forward network (FFN): max(0, x W_1 + b_1) W_2 + b_2 (section 3.3)."""
+    """The feed-forward network (FFN): max(0, x W_1 + b_1) W_2 + b_2 (section 3.3).
+
+    With `config.activation` "swish", x * sigmoid(x) takes the place of max(0, x).
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.rate = config.ffn_dropout
-        self.up = xavier(rngs, config.d_model, config.d_ff)
-        self.up_bias = nnx.Param(jnp.zeros(config.d_ff))
-        self.down = xavier(rngs, config.d_ff, config.d_model)
-        self.down_bias = nnx.Param(jnp.zeros(config.d_model))
+        self.activation = jax.nn.relu if config.activation == "relu" else jax.nn.silu
+        self.up, self.up_bias = xavier(rngs, config.d_model, config.d_ff), zeros(config.d_ff)
+        self.down, self.down_bias = xavier(rngs, config.d_ff, config.d_model), zeros(config.d_model)
 
     def __call__(self, x: States, key: MaybeKey = None) -> States:
         """Applies the network to each position by itself: [B, T, D] -> [B, T, D]."""
-        hidden = jax.nn.relu(dense(x, self.up[...]) + self.up_bias[...].astype(x.dtype)[None, None])
-        hidden = dropout(hidden, self.rate, key)
-        return dense(hidden, self.down[...]) + self.down_bias[...].astype(x.dtype)[None, None]
+        hidden = self.activation(_affine(x, self.up, self.up_bias))
+        return _affine(dropout(hidden, self.rate, key), self.down, self.down_bias)
+
+
+def _affine(
+    x: Float[Array, "B T I"], kernel: nnx.Param, bias: nnx.Param | None
+) -> Float[Array, "B T O"]:
+    return dense(x, kernel[...], None if bias is None else bias[...])
 
 
 class EncoderLayer(nnx.Module):

@@ -4,14 +4,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def dense(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
-    """Computes x @ kernel in x's dtype: [B, T, I] -> [B, T, O].
+def dense(
+    x: Float[Array, "B T I"], kernel: Float[Array, "I O"], bias: Float[Array, " O"] | None = None
+) -> Float[Array, "B T O"]:
+    """Computes x @ kernel + bias in x's dtype: [B, T, I] -> [B, T, O].
 
     Tokens are flattened first: the weight gradient then contracts one axis instead of two, which
     XLA's CPU backend does three times faster.
     """
     flat = x.reshape(-1, x.shape[-1])
-    return jnp.matmul(flat, kernel.astype(x.dtype), precision="highest").reshape(*x.shape[:-1], -1)
+    y = jnp.matmul(flat, kernel.astype(x.dtype), precision="highest").reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias.astype(x.dtype)[None, None]
 
 
 def project(states: Float[Array, "B T D"], table: Float[Array, "V D"]) -> Float[Array, "B T V"]:

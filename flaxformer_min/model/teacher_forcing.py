@@ -32,7 +32,10 @@ def forced_states(
     encoder_key, decoder_key = split(key, 2)
     source_mask = padding_mask(source, pad_id)
     target_in = shift_right(target, bos_id)
-    target_mask = padding_mask(target_in, pad_id) & causal_mask(target_in.shape[1])
+    # BOS is never padding, although it has pad's id in Marian's models: the mask is shifted alike.
+    before = ((0, 0), (0, 0), (0, 0), (1, 0))
+    visible = jnp.pad(padding_mask(target, pad_id), before, constant_values=True)[..., :-1]
+    target_mask = visible & causal_mask(target.shape[1])
     memory = model.encode(source, source_mask, key=encoder_key, taps=inside(taps, "encoder"))
     return model.decode_states(
         target_in, memory, target_mask, source_mask, key=decoder_key, taps=inside(taps, "decoder")

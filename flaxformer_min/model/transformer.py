@@ -20,6 +20,7 @@ from flaxformer_min.model.layers import (
     SourceMask,
     States,
     TargetMask,
+    zeros,
 )
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import sinusoidal_positions
@@ -41,15 +42,16 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
         self.config = config
-        layers = range(config.num_layers)
-        self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in layers])
-        self.decoder = nnx.List([DecoderLayer(config, rngs=rngs) for _ in layers])
+        layers = config.num_layers, config.num_decoder_layers or config.num_layers
+        self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(layers[0])])
+        self.decoder = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(layers[1])])
         # Section 3.4: with "all" this one matrix embeds both languages and makes the logits.
         self.embedding = _table(rngs, vocab_size, config.d_model)
         if config.share_embeddings != "all":
             self.source_embedding = _table(rngs, vocab_size, config.d_model)
         if config.share_embeddings == "none":
             self.output_embedding = _table(rngs, vocab_size, config.d_model)
+        self.logits_bias = zeros(vocab_size, config.biases)
         if config.positions == "learned":
             self.source_positions = _table(rngs, config.max_length, config.d_model)
             self.target_positions = _table(rngs, config.max_length, config.d_model)
@@ -93,7 +95,8 @@ class Transformer(nnx.Module):
 
     def project(self, states: States) -> Logits:
         """Projects states [B, T, D] to logits [B, T, V], those before the softmax."""
-        return project(states, self.output_table)
+        logits = project(states, self.output_table)
+        return logits if self.logits_bias is None else logits + self.logits_bias[...][None, None]
 
     @property
     def output_table(self) -> Float[Array, "V D"]:

@@ -182,7 +182,8 @@ def step_flops(model: ModelConfig, vocab_size: int, bucket: Bucket) -> int:
 
     encoder = attention(source, source) + feed_forward(source)
     decoder = attention(target, target) + attention(target, source) + feed_forward(target)
-    products = model.num_layers * (encoder + decoder) + target * d * vocab_size
+    layers = encoder * model.num_layers + decoder * (model.num_decoder_layers or model.num_layers)
+    products = layers + target * d * vocab_size
     return 3 * 2 * rows * products
 
 

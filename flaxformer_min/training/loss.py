@@ -70,6 +70,9 @@ def make_loss(
         states = forced_states(model, source, target, pad_id=pad_id, bos_id=bos_id, key=key)
         weights = (target != pad_id).astype(jnp.float32)
         chunk, table = chunk_size(len(target), target.shape[1], mesh), model.output_table
+        if model.logits_bias is not None:  # it is a weight whose input is always 1
+            states = jnp.pad(states, ((0, 0), (0, 0), (0, 1)), constant_values=1)
+            table = jnp.hstack([table, model.logits_bias[...][:, None]])
         return projected_cross_entropy(states, table, target, weights, smoothing, chunk, mesh)
 
     return loss

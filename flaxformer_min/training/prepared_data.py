@@ -21,7 +21,8 @@ from flaxformer_min.config import Config, DataConfig
 from flaxformer_min.data.batching import BatchPlan, Data
 from flaxformer_min.data.corpus import open_split, own_cache, prepare_split
 from flaxformer_min.data.sources import open_sources
-from flaxformer_min.data.tokenizer import Tokenizer, prepare_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer, open_tokenizer
+from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import replace_file
 from flaxformer_min.system.processes import broadcast
@@ -121,7 +122,7 @@ def _open_tokenizer(workdir: Path, sha256: str) -> Tokenizer:
     found = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(found).hexdigest() != sha256:  # compared before any parser sees the file
         raise UserError(f"{path}: not this run's any more; every checkpoint has a copy of it")
-    return Tokenizer(found)
+    return open_tokenizer(found)
 
 
 def _refuse_other_than(tokenizer: Tokenizer, data: DataConfig, owner: str) -> None:

@@ -23,7 +23,9 @@ ROWS = P(ROW_AXES)  # the split of an array [B, ...]: its rows, over data and fs
 # moments end in those of their parameters, so that they are split alike.
 RULES = (
     (r"embedding$", P("tensor", "fsdp")),
+    (r"logits_bias$", P("tensor")),
     (r"attention/(query|key|value)$", P("fsdp", "tensor")),
+    (r"attention/(query|key|value)_bias$", P("tensor")),
     (r"attention/output$", P("tensor", "fsdp")),
     (r"feed_forward/up$", P("fsdp", "tensor")),
     (r"feed_forward/up_bias$", P("tensor")),
