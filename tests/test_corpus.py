@@ -235,9 +235,9 @@ class Encodings:
         self.count, self.encode_batch = 0, tokenizer.encode_batch
         monkeypatch.setattr(tokenizer, "encode_batch", self)
 
-    def __call__(self, lines: list[str]) -> list[list[int]]:
-        self.count += 1
-        return self.encode_batch(lines)
+    def __call__(self, lines: list[str], side: str) -> list[list[int]]:
+        self.count += side == "source"
+        return self.encode_batch(lines, side)
 
 
 def test_a_split_is_encoded_once(tokenizer, tmp_path, monkeypatch):
@@ -467,7 +467,9 @@ def test_a_cache_that_cannot_be_made_is_one_line(tokenizer, tmp_path):
 @pytest.mark.parametrize(("vocab_size", "largest"), [(1 << 16, 65_535), (65_537, 65_536)])
 def test_the_largest_id_survives(tmp_path, tokenizer, monkeypatch, vocab_size, largest):
     monkeypatch.setattr(tokenizer, "vocab_size", vocab_size)
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda lines: [[largest, 3] for _ in lines])
+    monkeypatch.setattr(
+        tokenizer, "encode_batch", lambda lines, side: [[largest, 3] for _ in lines]
+    )
     corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
     assert pair_of(corpus, 16)[1] == [largest, 3]
     assert corpus._ids.itemsize == (2 if largest < 1 << 16 else 4)
