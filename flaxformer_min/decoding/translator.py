@@ -38,6 +38,7 @@ from flaxformer_min.decoding.sentences import (
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
+from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.threads import map_ahead
 
 # One batch is too small to keep the cores of a CPU busy, so several are computed at once.
@@ -118,9 +119,11 @@ class Translator:
     ) -> "Translator":
         """Loads a workdir's newest good checkpoint (or `step`), or one checkpoint directory.
 
-        Further directories make an ensemble. Raises UserError if their tokenizers differ, and
+        Further directories make an ensemble. JAX keeps compiled programs as
+        `system.devices.keep_programs` says. Raises UserError if their tokenizers differ, and
         UserError and CheckpointError for the reasons of `load_for_inference`.
         """
+        start_devices()
         first, *rest = (load_for_inference(path, step) for path in (directory, *others))
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:

@@ -21,6 +21,7 @@ from flaxformer_min.data.batching import Data, batch_iterator
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters
+from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.processes import compiled_together, is_first
 from flaxformer_min.system.signals import AgreedStop, StopRequest
 from flaxformer_min.training import sharding
@@ -32,7 +33,7 @@ from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.state import Metrics, TrainState, init_state
 from flaxformer_min.training.step import StepProgram
 from flaxformer_min.training.validation import GivenUp, Validation
-from flaxformer_min.training.workdir import cache_programs, hold, write_config
+from flaxformer_min.training.workdir import hold, write_config
 
 
 def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
@@ -44,11 +45,11 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     CheckpointError if saving fails, OSError if other writing does, and FloatingPointError if too
     many steps in a row are not finite.
     """
+    start_devices()
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_mesh(config, mesh)
     with StopRequest() as stop, hold(workdir, config):
         data = prepare_data(config, workdir)
-        cache_programs(workdir)
         with Checkpoints(workdir, config, data.tokenizer) as checkpoints:
             start = saved_cursor(checkpoints)
             if start.over(config.train):

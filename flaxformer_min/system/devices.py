@@ -1,0 +1,78 @@
+"""What a command does before it uses JAX: devices are there, compiled programs are kept."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+
+import jax
+
+from flaxformer_min.errors import UserError, first_line
+
+CACHE_SIZE = 2_000_000_000  # bytes of compiled programs that are kept, the newest ones
+
+_log = logging.getLogger(__name__)
+
+
+def start() -> None:
+    """Makes JAX keep compiled programs, and looks for its devices.
+
+    Raises UserError, naming JAX_PLATFORMS if it is set, if JAX finds no device.
+    """
+    keep_programs()
+    try:
+        jax.local_devices()
+    except RuntimeError as error:
+        wanted = jax.config.values["jax_platforms"]
+        which = f"JAX_PLATFORMS is {wanted}, which JAX cannot use here; unset it" if wanted else ""
+        raise UserError(f"{which or 'JAX finds no device'}: {first_line(error)}") from error
+
+
+def keep_programs() -> None:
+    """Makes JAX keep compiled programs on disk, in a folder of this user alone.
+
+    What is read back there is run as code, so it must never lie in a workdir, which is passed on.
+    A folder that JAX_COMPILATION_CACHE_DIR names, or this process has given JAX already, is left as
+    it is. Where nothing can be written, programs are compiled at every start.
+    """
+    if jax.config.values["jax_compilation_cache_dir"]:
+        return
+    try:
+        folder = _own_folder()
+        _delete_oldest(folder)
+    except (OSError, RuntimeError):  # read-only, full, or a user without a home
+        return
+    if _is_private(folder.parent) and _is_private(folder) and os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        # A program that another process is writing is compiled here too; nothing is amiss.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+
+
+def _own_folder() -> Path:
+    """Makes and returns ~/.cache/flaxformer_min/compiled, or that below XDG_CACHE_HOME."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path.home() / ".cache"
+    folder = base / "flaxformer_min" / "compiled"
+    base.mkdir(parents=True, exist_ok=True)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can write to a folder; warns if somebody can."""
+    status = folder.stat()
+    private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    if not private:
+        _log.warning("%s: others can write to it, so compiled programs are not kept there", folder)
+    return private
+
+
+def _delete_oldest(folder: Path) -> None:
+    """Deletes the programs that are older than the newest CACHE_SIZE bytes of them."""
+    written = {path: path.stat() for path in folder.glob("*-cache")}
+    size = 0
+    for path in sorted(written, key=lambda path: written[path].st_mtime, reverse=True):
+        size += written[path].st_size
+        if size > CACHE_SIZE:
+            path.unlink(missing_ok=True)

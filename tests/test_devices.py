@@ -1,0 +1,109 @@
+"""Before the first use of JAX: where compiled programs are kept, and what is said of no device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from flaxformer_min.errors import UserError
+from flaxformer_min.system import devices
+
+ROOT = Path(__file__).parent.parent
+SETTING = "jax_compilation_cache_dir"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """A home of its own, and a JAX that has no cache."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    before = jax.config.values[SETTING]
+    jax.config.update(SETTING, None)
+    yield tmp_path
+    jax.config.update(SETTING, before)
+
+
+def test_programs_are_kept_in_a_folder_that_only_its_owner_can_open(home):
+    devices.keep_programs()
+    folder = home / ".cache" / "flaxformer_min" / "compiled"
+    assert jax.config.values[SETTING] == str(folder)
+    assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize(("value", "parent"), [("{home}/xdg", "xdg"), ("xdg", ".cache")])
+def test_the_folder_follows_an_absolute_xdg_cache_home(home, monkeypatch, value, parent):
+    monkeypatch.setenv("XDG_CACHE_HOME", value.format(home=home))
+    devices.keep_programs()
+    assert jax.config.values[SETTING] == str(home / parent / "flaxformer_min" / "compiled")
+
+
+def test_a_cache_that_the_users_program_has_chosen_stays(home):
+    jax.config.update(SETTING, str(home / "chosen"))
+    devices.keep_programs()
+    assert jax.config.values[SETTING] == str(home / "chosen")
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("which", ["flaxformer_min", "flaxformer_min/compiled"])
+@pytest.mark.parametrize("problem", ["group", "others", "owner"])
+def test_a_folder_that_others_can_write_to_is_not_used(home, monkeypatch, caplog, which, problem):
+    devices.keep_programs()
+    jax.config.update(SETTING, None)
+    open_to_all = home / ".cache" / which
+    if problem == "owner":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(open_to_all, 12345, -1)
+    else:
+        open_to_all.chmod({"group": 0o770, "others": 0o702}[problem])
+    devices.keep_programs()
+    assert jax.config.values[SETTING] is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{open_to_all}: others can write to it, so compiled programs are not kept there"
+    ]
+
+
+@pytest.mark.parametrize("obstacle", ["file", "no home"])
+def test_a_home_that_cannot_be_written_is_passed_over_in_silence(home, monkeypatch, caplog, obstacle):
+    if obstacle == "file":
+        (home / ".cache").touch()
+    else:
+        monkeypatch.setattr(Path, "home", lambda: Path("~none").expanduser())  # a RuntimeError
+    devices.keep_programs()
+    assert jax.config.values[SETTING] is None and not caplog.records
+
+
+def test_the_oldest_programs_go_when_there_are_too_many(home, monkeypatch):
+    devices.keep_programs()
+    folder = Path(jax.config.values[SETTING])
+    for age, size in enumerate((5, 7, 11, 2)):  # program 0 is the newest
+        path = folder / f"{age}-cache"
+        path.write_bytes(b"x" * size)
+        os.utime(path, (1000 - age, 1000 - age))
+    (folder / "other").touch()
+    monkeypatch.setattr(devices, "CACHE_SIZE", 13)
+    jax.config.update(SETTING, None)
+    devices.keep_programs()
+    assert sorted(path.name for path in folder.iterdir()) == ["0-cache", "1-cache", "other"]
+
+
+@pytest.mark.run
+def test_what_translate_compiles_lies_in_the_users_cache_and_not_with_the_weights(
+    finished, tmp_path
+):
+    def files(folder: Path) -> set[Path]:
+        return {path for path in folder.rglob("*") if path.is_file()}
+
+    before = files(finished)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    del environment["JAX_COMPILATION_CACHE_DIR"]
+    command = [sys.executable, "-m", "flaxformer_min", "translate", str(finished)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, input=b"now\n", capture_output=True, check=True
+    )
+    assert done.stderr == b""
+    assert any(path.name.endswith("-cache") for path in files(tmp_path))
+    assert files(finished) == before
