@@ -67,7 +67,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(home, monkeypatch, caplog
 
 
 @pytest.mark.parametrize("obstacle", ["file", "no home"])
-def test_a_home_that_cannot_be_written_is_passed_over_in_silence(home, monkeypatch, caplog, obstacle):
+def test_a_home_that_cannot_be_written_is_passed_over_in_silence(
+    home, monkeypatch, caplog, obstacle
+):
     if obstacle == "file":
         (home / ".cache").touch()
     else:

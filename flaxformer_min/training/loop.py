@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
@@ -28,11 +29,11 @@ from flaxformer_min.training import sharding
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.log import MetricsLog, QuietLog
 from flaxformer_min.training.optimizer import make_schedule
-from flaxformer_min.training.prepared_data import prepare_data
+from flaxformer_min.training.prepared_data import prepare_data, read_digests
 from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.state import Metrics, TrainState, init_state
 from flaxformer_min.training.step import StepProgram
-from flaxformer_min.training.validation import GivenUp, Validation
+from flaxformer_min.training.validation import GivenUp, Validation, measure_of
 from flaxformer_min.training.workdir import hold, write_config
 
 
@@ -51,7 +52,8 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     with StopRequest() as stop, hold(workdir, config):
         data = prepare_data(config, workdir)
         with Checkpoints(workdir, config, data.tokenizer) as checkpoints:
-            start = saved_cursor(checkpoints)
+            measure = measure_of(config, read_digests(workdir)["validation"])
+            start = saved_cursor(checkpoints, measure)
             if start.over(config.train):
                 _say(f"{workdir} is finished, {_end(start, config)}; nothing to do")
                 return 0
@@ -85,13 +87,25 @@ def _train(
         return trainer.loop(state, start, Run(checkpoints, log, profiler, AgreedStop(stop)))
 
 
-def saved_cursor(checkpoints: Checkpoints) -> Cursor:
-    """Returns the cursor of the newest good checkpoint, or that of step 0 if there is none."""
+def saved_cursor(checkpoints: Checkpoints, measure: str) -> Cursor:
+    """Returns the cursor of the newest good checkpoint, or that of step 0 if there is none.
+
+    If its evaluations were measured otherwise than those to come, the best of them and the patience
+    do not count any more.
+    """
     step = checkpoints.latest_good()
     if step is None:
-        return Cursor()
+        return Cursor(progress=Progress(measure=measure))
     meta = checkpoints.meta(step)
-    return Cursor(step, meta.progress, meta.evaluation)
+    progress = meta.progress
+    if progress.measure not in (measure, None):
+        if progress.best_step is not None:
+            _say(
+                f"evaluated otherwise than before (data.validation or decode): the best so far, "
+                f"step {progress.best_step}, does not count, and train.patience starts anew"
+            )
+        progress = Progress()
+    return Cursor(step, progress._replace(measure=measure), meta.evaluation)
 
 
 class Run(NamedTuple):
