@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from flaxformer_min.errors import UserError
+from flaxformer_min import cli
 from flaxformer_min.system import devices
+from tools import tiny_config
 
 ROOT = Path(__file__).parent.parent
 SETTING = "jax_compilation_cache_dir"
@@ -90,6 +91,44 @@ def test_the_oldest_programs_go_when_there_are_too_many(home, monkeypatch):
     jax.config.update(SETTING, None)
     devices.keep_programs()
     assert sorted(path.name for path in folder.iterdir()) == ["0-cache", "1-cache", "other"]
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("platforms", ["cuda", "tpu", "nonsense"])
+def test_a_platform_that_is_not_there_is_one_line_that_names_the_variable(platforms):
+    code = "from flaxformer_min.system import devices; devices.start()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+    )
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(
+        f"flaxformer_min.errors.UserError: JAX_PLATFORMS is {platforms}, but JAX finds no such"
+    )
+    assert last.endswith("; unset it, or set it to cpu")
+
+
+@pytest.mark.parametrize("verb", ["train", "translate", "score", "evaluate", "average"])
+def test_every_verb_looks_for_its_devices_before_it_reads(verb, tmp_path, monkeypatch, capfd):
+    def none() -> list:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    (tmp_path / "lines").write_text("a\n")
+    files = [["--source", "--target"], ["--source", "--reference"]][verb == "evaluate"]
+    flags = {
+        "train": ["--config", tiny_config.__file__ + ":x", "--workdir", tmp_path / "w"],
+        "translate": [tmp_path],
+        "average": [tmp_path, "--output", tmp_path / "a"],
+    }.get(verb, [tmp_path, files[0], tmp_path / "lines", files[1], tmp_path / "lines"])
+    assert cli.main([verb, *map(str, flags)]) == 2
+    assert capfd.readouterr().err == (
+        "error: JAX_PLATFORMS is cpu, but JAX finds no such device here: no device; "
+        "unset it, or set it to cpu\n"
+    )
 
 
 @pytest.mark.run

@@ -35,7 +35,7 @@ from flaxformer_min.decoding.sentences import (
     encode_sentences,
     pad_sentences,
 )
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, local_path
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.system.devices import start as start_devices
@@ -121,10 +121,12 @@ class Translator:
 
         Further directories make an ensemble. JAX keeps compiled programs as
         `system.devices.keep_programs` says. Raises UserError if their tokenizers differ, and
-        UserError and CheckpointError for the reasons of `load_for_inference`.
+        UserError and CheckpointError for the reasons of `load_for_inference`, and ValueError for
+        an empty path or a URL.
         """
         start_devices()
-        first, *rest = (load_for_inference(path, step) for path in (directory, *others))
+        paths = [Path(local_path(str(path))) for path in (directory, *others)]
+        first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:
                 raise UserError(

@@ -22,10 +22,14 @@ def start() -> None:
     keep_programs()
     try:
         jax.local_devices()
-    except RuntimeError as error:
-        wanted = jax.config.values["jax_platforms"]
-        which = f"JAX_PLATFORMS is {wanted}, which JAX cannot use here; unset it" if wanted else ""
-        raise UserError(f"{which or 'JAX finds no device'}: {first_line(error)}") from error
+    except (RuntimeError, AssertionError) as error:  # the latter where a plug-in finds nothing
+        reason = f": {first_line(error)}" if str(error) else ""
+        if wanted := jax.config.values["jax_platforms"]:
+            raise UserError(
+                f"JAX_PLATFORMS is {wanted}, but JAX finds no such device here{reason}; "
+                "unset it, or set it to cpu"
+            ) from error
+        raise UserError(f"JAX finds no device here{reason}") from error
 
 
 def keep_programs() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +21,11 @@ from flaxformer_min.data.batching import Data, batch_iterator
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters
-from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.processes import compiled_together, is_first
 from flaxformer_min.system.signals import AgreedStop, StopRequest
 from flaxformer_min.training import sharding
 from flaxformer_min.training.cursor import Cursor
-from flaxformer_min.training.log import MetricsLog, QuietLog
+from flaxformer_min.training.log import MetricsLog, QuietLog, say
 from flaxformer_min.training.optimizer import make_schedule
 from flaxformer_min.training.prepared_data import prepare_data, read_digests
 from flaxformer_min.training.profiler import Profiler
@@ -46,7 +44,6 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     CheckpointError if saving fails, OSError if other writing does, and FloatingPointError if too
     many steps in a row are not finite.
     """
-    start_devices()
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_mesh(config, mesh)
     with StopRequest() as stop, hold(workdir, config):
@@ -258,7 +255,7 @@ def _weights_of(folder: str, like: Params) -> Params:
 def _say(text: str) -> None:
     """Prints a line to standard error, in process 0 alone."""
     if is_first():
-        print(text, file=sys.stderr)
+        say(text)
 
 
 def _end(cursor: Cursor, config: Config) -> str:
