@@ -1,6 +1,7 @@
 """Signals: the first waits for a step boundary, a second SIGTERM or SIGINT for nothing."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.system.signals import STOP_SIGNALS, AgreedStop, StopRequest
+from tools import tiny_config
+from tools.processes import metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -130,3 +134,28 @@ def test_everything_is_as_it_was_afterwards():
     with StopRequest():
         assert everything()[:3] != before[:3]
     assert everything() == before
+
+
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "flaxformer_min", "train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.run
+def test_a_terminal_that_closes_leaves_a_saved_run(corpus, tmp_path):
+    config = f"{tiny_config.__file__}:{corpus}"
+    flags = ["--train.steps", "100000", "--train.evaluate_every", "100"]
+    command = [sys.executable, "-c", ON_A_TERMINAL, "--config", config]
+    master, slave = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+    process = subprocess.Popen([*command, "--workdir", str(tmp_path), *flags], cwd=ROOT, **streams)
+    os.close(slave)
+    shown = b""
+    while b"step 100: validation" not in shown:
+        shown += os.read(master, 1000)
+    os.close(master)
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    assert max(find_checkpoints(tmp_path / "checkpoints")) == metrics(tmp_path)[-1]["step"]
