@@ -7,9 +7,12 @@ from pathlib import Path
 
 import jax
 import pytest
+from tiny_checkpoints import make_state, opened
 
 from flaxformer_min import cli
+from flaxformer_min.errors import UserError
 from flaxformer_min.system import devices
+from flaxformer_min.training import loop
 from tools import tiny_config
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +94,31 @@ def test_the_oldest_programs_go_when_there_are_too_many(home, monkeypatch):
     jax.config.update(SETTING, None)
     devices.keep_programs()
     assert sorted(path.name for path in folder.iterdir()) == ["0-cache", "1-cache", "other"]
+
+
+def test_the_command_line_computes_in_float32_whatever_the_environment_says():
+    code = (
+        "from flaxformer_min import cli; cli.main([]); import jax; print(jax.numpy.ones(1).dtype)"
+    )
+    environment = os.environ | {"JAX_ENABLE_X64": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "float32\n"
+
+
+def test_a_state_of_a_run_in_float64_is_refused_with_the_cause(tmp_path):
+    with jax.enable_x64(True), opened(tmp_path) as checkpoints:
+        double = jax.tree.map(lambda x: x.astype("f8") if x.dtype == "f4" else x, make_state(3))
+        checkpoints.save(double, 3)
+    message = "float64.* there and float32.* here; it was trained with JAX_ENABLE_X64"
+    with opened(tmp_path) as checkpoints, pytest.raises(UserError, match=message):
+        checkpoints.restore(3, make_state(3))
+
+
+def test_training_in_a_process_of_float64_is_refused(tiny, tmp_path):
+    with jax.enable_x64(True), pytest.raises(UserError, match="JAX_ENABLE_X64 is on, and tr"):
+        loop.run(tiny, tmp_path / "w")
+    assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.run

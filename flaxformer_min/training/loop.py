@@ -44,6 +44,8 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     CheckpointError if saving fails, OSError if other writing does, and FloatingPointError if too
     many steps in a row are not finite.
     """
+    if jax.config.values["jax_enable_x64"]:
+        raise UserError("JAX_ENABLE_X64 is on, and training is in float32: turn it off")
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_mesh(config, mesh)
     with StopRequest() as stop, hold(workdir, config):
