@@ -199,7 +199,9 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
     from flaxformer_min.planning.plan import make_plan
     from flaxformer_min.planning.report import to_json, to_text
+    from flaxformer_min.system.devices import quiet_libtpu
 
+    quiet_libtpu()
     made = make_plan(config, options.topology, options.lengths)
     print(to_json(made) if options.json else to_text(made))
 

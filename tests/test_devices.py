@@ -121,6 +121,18 @@ def test_training_in_a_process_of_float64_is_refused(tiny, tmp_path):
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize(("chips", "given"), [(0, None), (0, "mine"), (4, None)])
+def test_libtpu_is_told_of_one_chip_only_where_there_is_none(monkeypatch, chips, given):
+    names = ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
+    monkeypatch.setattr(os, "environ", dict.fromkeys(names, given) if given else {})
+    monkeypatch.setattr(
+        devices.hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (chips, None)
+    )
+    devices.quiet_libtpu()
+    expected = ("localhost", "v5litepod-1") if chips == 0 else (None, None)
+    assert tuple(map(os.environ.get, names)) == ((given, given) if given else expected)
+
+
 @pytest.mark.run
 @pytest.mark.parametrize("platforms", ["cuda", "tpu", "nonsense"])
 def test_a_platform_that_is_not_there_is_one_line_that_names_the_variable(platforms):

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import jax
+from jax._src import hardware_utils
 
 from flaxformer_min.errors import UserError, first_line
 
@@ -20,6 +21,7 @@ def start() -> None:
     Raises UserError, naming JAX_PLATFORMS if it is set, if JAX finds no device.
     """
     keep_programs()
+    quiet_libtpu()
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # the latter where a plug-in finds nothing
@@ -30,6 +32,16 @@ def start() -> None:
                 "unset it, or set it to cpu"
             ) from error
         raise UserError(f"JAX finds no device here{reason}") from error
+
+
+def quiet_libtpu() -> None:
+    """Keeps libtpu from complaining, on a machine without TPUs, that it does not know which it has.
+
+    The values are those of one chip; without chips nothing depends on them.
+    """
+    if hardware_utils.num_available_tpu_chips_and_device_id()[0] == 0:
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
 def keep_programs() -> None:
