@@ -16,7 +16,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
 
@@ -160,7 +160,7 @@ def message_and_status(error: BaseException) -> tuple[str | None, int]:
 
 
 @contextlib.contextmanager
-def _memory(mend: str) -> Iterator[None]:
+def _memory(mend: str) -> Generator[None]:
     """A context in which an error for lack of memory becomes a MemoryError that names the mend."""
     try:
         yield
@@ -315,18 +315,7 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("--workdir", required=True, type=_path, help="where everything of the run is kept")
     flag("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
     _add_distributed_flags(sub)
-    sub = verb(plan)
-    sub.epilog = "Every field of the config is a flag too: --model.remat True"
-    flag = sub.add_argument
-    flag("--config", required=True, type=_path, help="a Python file, or FILE:VARIANT")
-    flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
-    flag(
-        "--lengths",
-        type=_path,
-        metavar="FILE",
-        help="of each pair a line: its source and target tokens",
-    )
-    flag("--json", action="store_true", help="write JSON, not a table")
+    _add_plan_flags(verb(plan))
     sub = model_verb(translate)
     _add_search_flags(sub, [field.name for field in dataclasses.fields(Options)])
     _add_translate_flags(sub)
@@ -349,6 +338,20 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
     flag("--output", required=True, type=_path, help="the folder to write")
     return parser
+
+
+def _add_plan_flags(sub: _Parser) -> None:
+    sub.epilog = "Every field of the config is a flag too: --model.remat True"
+    flag = sub.add_argument
+    flag("--config", required=True, type=_path, help="a Python file, or FILE:VARIANT")
+    flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
+    flag(
+        "--lengths",
+        type=_path,
+        metavar="FILE",
+        help="of each pair a line: its source and target tokens",
+    )
+    flag("--json", action="store_true", help="write JSON, not a table")
 
 
 def _add_distributed_flags(parser: _Parser) -> None:

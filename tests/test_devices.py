@@ -133,6 +133,30 @@ def test_libtpu_is_told_of_one_chip_only_where_there_is_none(monkeypatch, chips,
     assert tuple(map(os.environ.get, names)) == ((given, given) if given else expected)
 
 
+FORK = """
+import os, sys
+from flaxformer_min.decoding.translator import Translator
+translator = Translator.load(sys.argv[1])
+translator.translate(["now"])
+calls = translator.translate, translator.score, lambda _: Translator.load(sys.argv[1])
+refused = 0
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for call in calls:
+    try:
+        call([("now", "jetzt")] if call == translator.score else ["now"])
+    except RuntimeError as error:
+        refused += "load the Translator in each worker" in str(error)
+os._exit(refused)
+"""
+
+
+@pytest.mark.run
+def test_a_translator_is_refused_in_a_forked_process_and_does_not_hang(finished):
+    command = [sys.executable, "-c", FORK, str(finished)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode == 3
+
+
 @pytest.mark.run
 @pytest.mark.parametrize("platforms", ["cuda", "tpu", "nonsense"])
 def test_a_platform_that_is_not_there_is_one_line_that_names_the_variable(platforms):

@@ -107,12 +107,12 @@ def scores_of(
     A step that was measured otherwise than the newest one with an evaluation has none either. Of
     checkpoints of an older version it is not known how they were measured; they count.
     """
-    evaluated = {step: meta for step, meta in metas.items() if meta.evaluation}
-    measure = metas[max(evaluated)].progress.measure if evaluated else None
+    records = {step: meta.evaluation for step, meta in metas.items() if meta.evaluation}
+    measure = metas[max(records)].progress.measure if records else None
     return dict.fromkeys(metas) | {
-        step: score(meta.evaluation, metric)
-        for step, meta in evaluated.items()
-        if meta.progress.measure in (measure, None)
+        step: score(record, metric)
+        for step, record in records.items()
+        if metas[step].progress.measure in (measure, None)
     }
 
 

@@ -38,6 +38,7 @@ from flaxformer_min.decoding.sentences import (
 from flaxformer_min.errors import UserError, local_path
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
+from flaxformer_min.system.devices import refuse_forked
 from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.threads import map_ahead
 
@@ -184,6 +185,7 @@ class Translator:
         `place` is the line's index in `lines`. The caller may stop between two batches. The
         arguments and errors are those of `translate`.
         """
+        refuse_forked()
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
@@ -220,6 +222,7 @@ class Translator:
 
         `score` returns their sums.
         """
+        refuse_forked()
         numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
         sources, targets = (
             encode_lines(self.tokenizer, [pair[side] for pair in pairs], numbers, self._longest)

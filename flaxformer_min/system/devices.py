@@ -13,13 +13,18 @@ from flaxformer_min.errors import UserError, first_line
 CACHE_SIZE = 2_000_000_000  # bytes of compiled programs that are kept, the newest ones
 
 _log = logging.getLogger(__name__)
+_started_in: int | None = None  # the process that called `start`
 
 
 def start() -> None:
     """Makes JAX keep compiled programs, and looks for its devices.
 
-    Raises UserError, naming JAX_PLATFORMS if it is set, if JAX finds no device.
+    Raises UserError, naming JAX_PLATFORMS if it is set, if JAX finds no device, and RuntimeError
+    for the reason of `refuse_forked`.
     """
+    global _started_in
+    refuse_forked()
+    _started_in = os.getpid()
     keep_programs()
     quiet_libtpu()
     try:
@@ -32,6 +37,15 @@ def start() -> None:
                 "unset it, or set it to cpu"
             ) from error
         raise UserError(f"JAX finds no device here{reason}") from error
+
+
+def refuse_forked() -> None:
+    """Raises RuntimeError in a fork of a process that called `start`: JAX would hang there."""
+    if _started_in not in (None, os.getpid()):
+        raise RuntimeError(
+            "this process was forked after its parent began to use JAX, which does not work after "
+            "os.fork(): load the Translator in each worker, or start workers by spawn"
+        )
 
 
 def quiet_libtpu() -> None:

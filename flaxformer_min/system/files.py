@@ -8,8 +8,6 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from flaxformer_min.errors import UserError
-
 # What an operation says that a file system does not have.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -77,7 +75,7 @@ def _owned(path: Path, *, wait: bool) -> Generator[None, None, None]:
 
     The file names host and process. A process that is killed leaves it, and nobody can tell from
     another machine whether that process lives; so it is never taken for granted that it does not.
-    Raises UserError naming the owner unless `wait` is True and it may be at work.
+    Raises OSError naming the owner unless `wait` is True and it may be at work.
     """
     while True:
         try:
@@ -96,14 +94,13 @@ def _owned(path: Path, *, wait: bool) -> Generator[None, None, None]:
 
 
 def _refuse_owned(path: Path, owner: str, *, wait: bool) -> None:
-    """Raises UserError if the owner of a lock has ended, or is not to be waited for."""
+    """Raises OSError if the owner of a lock has ended, or is not to be waited for."""
     host, _, process = owner.partition(" ")
     ended = host == socket.gethostname() and not _lives(process)
     if ended or not wait:
-        raise UserError(
-            f"{path}: on this file system, which has no locks, process {process} of {host} "
-            f"{'left this file: delete it' if ended else 'is at work; if not, delete this file'}"
-        )
+        what = "left this file; delete it" if ended else "is at work; if not, delete this file"
+        text = f"no locks on this file system: process {process} of {host} {what}"
+        raise OSError(errno.ENOLCK, text, str(path))
 
 
 def _lives(process: str) -> bool:

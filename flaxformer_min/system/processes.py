@@ -61,7 +61,6 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
             f"--distributed.process is {process}: with --distributed.processes {processes} it must "
             f"be from 0 to {processes - 1}"
         )
-    rendezvous.address_of(coordinator)
     _join(coordinator, processes, process, cluster_detection_method="deactivate")
 
 
@@ -73,13 +72,16 @@ def _cluster() -> Any:
 
 
 def _join(coordinator: str, processes: int, process: int, **more: Any) -> None:
-    if process == 0:
-        rendezvous.gather(coordinator, processes)
-    else:
-        rendezvous.come(coordinator, process)
-        coordinator = rendezvous.relay(coordinator, _lost)
+    try:
+        if process == 0:
+            rendezvous.gather(coordinator, processes)
+        else:
+            rendezvous.come(coordinator, process)
+            coordinator = rendezvous.relay(coordinator, _lost)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
-    where = {"num_processes": processes, "process_id": process, **more}
+    where: dict[str, Any] = {"num_processes": processes, "process_id": process, **more}
     try:
         jax.distributed.initialize(coordinator, **where, heartbeat_timeout_seconds=HEARTBEAT)
     except Exception as error:

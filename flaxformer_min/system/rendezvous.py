@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flaxformer_min.errors import UserError
-
 PATIENCE = 240.0  # seconds within which all processes of a run have to be started
 REPEAT = 30.0  # seconds between two lines about who is missing
 HELLO, GO = b"flaxformer_min process ", b"go\n"
@@ -45,7 +43,7 @@ class Waiting:
 def gather(where: str, processes: int) -> None:
     """Called by process 0: returns when all the others have come, and lets them go on.
 
-    `where` is HOST:PORT. Raises UserError if the port is taken, and TimeoutError.
+    `where` is HOST:PORT. Raises ValueError if the port is taken, and TimeoutError.
     """
     port, here, waiting = address_of(where)[1], dict[int, socket.socket](), Waiting()
     both = socket.has_dualstack_ipv6()
@@ -53,7 +51,7 @@ def gather(where: str, processes: int) -> None:
     try:
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise UserError(f"process 0 cannot listen at {where}: {error.strerror}") from error
+        raise ValueError(f"process 0 cannot listen at {where}: {error.strerror}") from error
     with contextlib.ExitStack() as stack:
         with listener:
             listener.settimeout(0.5)
@@ -120,10 +118,10 @@ def _line(peer: socket.socket) -> bytes:
 
 
 def address_of(where: str) -> tuple[str, int]:
-    """Returns HOST and PORT of HOST:PORT; raises UserError if it is no such text."""
+    """Returns HOST and PORT of HOST:PORT; raises ValueError if it is no such text."""
     host, _, port = where.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"--distributed.coordinator is {where}: it must be HOST:PORT")
+        raise ValueError(f"--distributed.coordinator is {where}: it must be HOST:PORT")
     return host.strip("[]"), int(port)
 
 
