@@ -190,6 +190,8 @@ def _fields(section: type, prefix: str = "", marks: tuple = ()) -> Iterator[tupl
 FIELD_TYPES = {name: kind for name, kind, _ in _fields(Config)}
 RANGES = {name: m for name, _, marks in _fields(Config) for m in marks if isinstance(m, Range)}
 FREE_ON_RESUME = {name for name, _, marks in _fields(Config) if "free" in marks}
+PATHS = ("data.dir", "data.tokenizer", "train.initialize_from")
+FILES = ("data.train", "data.validation", "data.test")  # paths too, if data.source is files
 
 
 def flat(config: Config) -> dict[str, Any]:

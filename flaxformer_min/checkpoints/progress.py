@@ -14,11 +14,12 @@ class Progress(NamedTuple):
     best_score: float | None = None  # a result of `score`; None before the first evaluation
     best_step: int | None = None
     evaluations_since: int = 0  # how many evaluations after the best one were no better
+    measure: str | None = None  # of what and how it was measured: only equal ones compare
 
     def after(self, score: float, step: int) -> "Progress":
         """Returns the progress after the evaluation at `step`; an equal score is no better."""
         if self.best_score is None or score > self.best_score:
-            return Progress(score, step, 0)
+            return Progress(score, step, 0, self.measure)
         return self._replace(evaluations_since=self.evaluations_since + 1)
 
     def exhausted(self, patience: int | None) -> bool:

@@ -36,9 +36,11 @@ from flaxformer_min.decoding.sentences import (
     encode_sentences,
     pad_sentences,
 )
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, local_path
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
+from flaxformer_min.system.devices import refuse_forked
+from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.threads import map_ahead
 
 # One batch is too small to keep the cores of a CPU busy, so several are computed at once.
@@ -119,10 +121,14 @@ class Translator:
     ) -> "Translator":
         """Loads a workdir's newest good checkpoint (or `step`), or one checkpoint directory.
 
-        Further directories make an ensemble. Raises UserError if their tokenizers differ, and
-        UserError and CheckpointError for the reasons of `load_for_inference`.
+        Further directories make an ensemble. JAX keeps compiled programs as
+        `system.devices.keep_programs` says. Raises UserError if their tokenizers differ, and
+        UserError and CheckpointError for the reasons of `load_for_inference`, and ValueError for
+        an empty path or a URL.
         """
-        first, *rest = (load_for_inference(path, step) for path in (directory, *others))
+        start_devices()
+        paths = [Path(local_path(str(path))) for path in (directory, *others)]
+        first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:
                 raise UserError(
@@ -186,6 +192,7 @@ class Translator:
         `place` is the line's index in `lines`. The caller may stop between two batches. The
         arguments and errors are those of `translate`.
         """
+        refuse_forked()
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
@@ -225,6 +232,7 @@ class Translator:
 
         `score` returns their sums.
         """
+        refuse_forked()
         numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
         noted = self.long_lines()
         sources, targets = (

@@ -56,7 +56,7 @@ def prepare_data(config: Config, workdir: Path) -> Data:
 def _prepare(config: Config, workdir: Path) -> dict[str, str]:
     """Writes tokenizer.model, the cache and corpus.json; returns the digests in corpus.json."""
     data, cache = config.data, workdir / CACHE
-    before = _digests(workdir) if resumes(workdir) else {}
+    before = read_digests(workdir) if resumes(workdir) else {}
     tokenizer = _prepare_tokenizer(config, workdir, before)
     _, train = prepare_split(data, data.train, tokenizer, cache)
     if before and before["train"] != train["digest"]:
@@ -65,7 +65,7 @@ def _prepare(config: Config, workdir: Path) -> dict[str, str]:
     _warn_of_overlap(train["sources"], validation["sources"])
     report = {"tokenizer": tokenizer.sha256, "train": train, "validation": validation}
     replace_file(workdir / CORPUS, (json.dumps(report, indent=2) + "\n").encode())
-    return _digests(workdir)
+    return read_digests(workdir)
 
 
 def _warn_of_overlap(train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> None:
@@ -80,7 +80,7 @@ def _warn_of_overlap(train: list[dict[str, Any]], validation: list[dict[str, Any
             )
 
 
-def _digests(workdir: Path) -> dict[str, str]:
+def read_digests(workdir: Path) -> dict[str, str]:
     """Returns the digests of "tokenizer", "train" and "validation" from corpus.json.
 
     Raises UserError if the file is missing or cannot be understood.

@@ -1,5 +1,7 @@
 """The evaluation of a model during training: loss and perplexity per token, and BLEU."""
 
+import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -26,6 +28,15 @@ from flaxformer_min.training.sharding import fetch_whole, place_rows, row_shares
 Translate = Callable[[Params, Sequence[str], int], Iterator[list[tuple[int, str]]]]
 
 Item = TypeVar("Item")
+
+
+def measure_of(config: Config, digest: str) -> str:
+    """Returns what a run's scores are measured of and how; scores compare if it is the same.
+
+    `digest` is that of the encoded validation split, in corpus.json.
+    """
+    search = dataclasses.asdict(config.decode) if config.train.best_metric == "bleu" else None
+    return hashlib.sha256(json.dumps([digest, search]).encode()).hexdigest()
 
 
 class GivenUp(Exception):
