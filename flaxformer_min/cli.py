@@ -1,4 +1,4 @@
-"""The command line: train, plan, translate, score, evaluate, average.
+"""The command line: train, plan, translate, score, evaluate, average, import, export.
 
 The exit status is 0 if all is done, 2 after a mistake of the user, 1 after any other error, and
 128 + N after a signal N, such as 143 after SIGTERM. An error that can be foreseen is printed in one
@@ -277,6 +277,39 @@ def average(options: argparse.Namespace, _: list[str]) -> None:
     print(f"{options.output}: the average of steps {', '.join(map(str, steps))}", file=sys.stderr)
 
 
+def import_(options: argparse.Namespace, _: list[str]) -> None:
+    """Makes a checkpoint of a Marian model (OPUS-MT) or of exported safetensors."""
+    from flaxformer_min.interop.marian import import_marian, import_safetensors
+
+    folder, output = Path(options.dir), Path(options.output)
+    if options.format == "safetensors":
+        config = import_safetensors(folder, output)
+    else:
+        languages = options.source_language, options.target_language
+        config = import_marian(folder, output, *languages)
+    data = config.data
+    print(
+        f"{output}: {data.source_language} to {data.target_language}, data.vocab_size "
+        f"{data.vocab_size}, beam {config.decode.beam_size}",
+        file=sys.stderr,
+    )
+
+
+def export(options: argparse.Namespace, _: list[str]) -> None:
+    """Writes a checkpoint in the format of another program."""
+    from flaxformer_min.checkpoints.load import load_for_inference
+    from flaxformer_min.interop.export import export_ctranslate2, export_marian, export_safetensors
+    from flaxformer_min.interop.stablehlo import export_stablehlo
+
+    loaded, output = load_for_inference(options.dir, options.step), Path(options.output)
+    if options.format == "stablehlo":
+        export_stablehlo(loaded, output, options.rows, options.length)
+        return
+    exports = {"marian": export_marian, "ctranslate2": export_ctranslate2}
+    for line in exports.get(options.format, export_safetensors)(loaded, output):
+        print(f"note: {line}", file=sys.stderr)
+
+
 def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
     """Reads the pairs of two files; raises UserError naming both if their line counts differ."""
     from flaxformer_min.data.lines import read_lines
@@ -293,7 +326,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     def verb(function: Callable[..., int | None], *, add_help: bool = True) -> _Parser:
         """Adds a verb, named and described as its function."""
-        name, text = function.__name__, function.__doc__
+        name, text = function.__name__.rstrip("_"), function.__doc__
         sub = verbs.add_parser(
             name, help=text, description=text, add_help=add_help, allow_abbrev=False
         )
@@ -337,7 +370,25 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("dir", type=_path, metavar="DIR", help="a workdir")
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
     flag("--output", required=True, type=_path, help="the folder to write")
+    _add_interop_flags(verb(import_), verb(export))
     return parser
+
+
+def _add_interop_flags(coming: _Parser, going: _Parser) -> None:
+    flag = coming.add_argument
+    flag("format", choices=("marian", "safetensors"), metavar="FORMAT", help="%(choices)s")
+    flag("dir", type=_path, metavar="DIR", help="the directory of the model")
+    flag("--output", required=True, type=_path, help="the checkpoint directory to write")
+    flag("--source-language", help="such as en; by default what the directory says")
+    flag("--target-language", help="such as de; by default what the directory says")
+    flag = going.add_argument
+    formats = ("marian", "ctranslate2", "safetensors", "stablehlo")
+    flag("format", choices=formats, metavar="FORMAT", help="%(choices)s")
+    flag("dir", type=_path, metavar="DIR", help="a workdir, or one checkpoint")
+    flag("--step", type=_step, help="N, or 'best'; the newest by default")
+    flag("--output", required=True, type=_path, help="the folder to write")
+    flag("--rows", type=_count, default=8, help="of stablehlo: sentences of a call")
+    flag("--length", type=_count, default=64, help="of stablehlo: tokens of a source, with EOS")
 
 
 def _add_plan_flags(sub: _Parser) -> None:

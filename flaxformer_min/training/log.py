@@ -143,7 +143,7 @@ class MetricsLog(QuietLog):
             f"({bleu['signature']})"
         )
         if not says_something(bleu):
-            self.say(
+            say(
                 f"step {step}: this BLEU ranks nothing, so the loss does; if it stays, see whether "
                 "decode.bleu_tokenize suits the language"
             )
