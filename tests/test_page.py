@@ -80,7 +80,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, tokenizer: Tokenizer, tmp_path_factory) -> Callable[..., Browser]:
     """`page(before)` opens a page of a small random model, after the script `before`."""
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(make_page(loaded(tokenizer), LINES), encoding="utf-8")
+    path.write_text(make_page(Translator(*loaded(tokenizer)), LINES), encoding="utf-8")
 
     def opened(before: str = "") -> Browser:
         browser.errors.clear()
@@ -434,7 +434,7 @@ def test_a_weight_beyond_float16_is_named(tokenizer):
 
 def test_lines_that_are_all_blank_make_no_page(tokenizer):
     with pytest.raises(UserError, match="no line to begin with"):
-        make_page(loaded(tokenizer), ["", " "])
+        make_page(Translator(*loaded(tokenizer)), ["", " "])
 
 
 def test_text_of_the_checkpoint_cannot_end_the_script_that_holds_it():

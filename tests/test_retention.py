@@ -9,6 +9,7 @@ import pytest
 from tiny_checkpoints import CONFIG, TOKENIZER, flip_a_bit, make_state, names, opened, saved
 
 from flaxformer_min.checkpoints import store as checkpoint
+from flaxformer_min.checkpoints.format import Meta
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.retention import (
@@ -16,6 +17,7 @@ from flaxformer_min.checkpoints.retention import (
     find_checkpoints,
     kept_steps,
     newest_good,
+    scores_of,
     tidy,
 )
 from flaxformer_min.checkpoints.store import Checkpoints
@@ -31,8 +33,8 @@ from flaxformer_min.system.sealed import CheckpointError
         ({1: 30.0, 2: 20.0, 3: 10.0, 4: 5.0}, (), 1, 2, {1, 2, 4}),
         ({1: 30.0, 2: None, 3: None}, (), 1, 1, {1, 3}),  # not every step is evaluated
         ({1: None, 2: None, 3: None}, (), 2, 3, {2, 3}),
-        ({1: 5.0, 2: 5.0, 3: 1.0}, (), 1, 1, {2, 3}),  # equal scores: the later
-        ({1: 5.0, 2: 5.0, 3: 5.0, 4: 5.0}, (), 1, 2, {3, 4}),
+        ({1: 5.0, 2: 5.0, 3: 1.0}, (), 1, 1, {1, 3}),  # equal scores: the earlier
+        ({1: 5.0, 2: 5.0, 3: 5.0, 4: 5.0}, (), 1, 2, {1, 2, 4}),
         ({1: -9.0, 2: -float("inf"), 3: -float("inf")}, (), 1, 1, {1, 3}),
         ({1: 5.0, 2: 4.0}, (), 1, 0, {2}),
         ({1: None, 2: None, 3: None}, (3,), 1, 0, {2, 3}),  # an interim one takes no place
@@ -50,8 +52,8 @@ def test_the_newest_and_the_best_regular_ones_are_kept_and_the_newest_of_all(
 
 
 def test_the_best_have_a_score_and_come_best_first():
-    assert best_steps({2: 30.0, 7: 10.0, 9: 30.0, 11: None}, 5) == [9, 2, 7]
-    assert best_steps({2: 30.0, 7: 10.0, 9: 30.0, 11: None}, 1) == [9]
+    assert best_steps({2: 30.0, 7: 10.0, 9: 30.0, 11: None}, 5) == [2, 9, 7]
+    assert best_steps({2: 30.0, 7: 10.0, 9: 30.0, 11: None}, 1) == [2]
 
 
 def bleu(value: float) -> dict:
@@ -96,6 +98,28 @@ def test_the_best_is_the_best_by_the_metric_of_the_config(tmp_path, metric, best
         checkpoints.wait()
         assert checkpoints.steps() == [best, 10]
     assert load_for_inference(tmp_path, "best").step == best
+
+
+@pytest.mark.parametrize(
+    ("measures", "expected"),
+    [
+        ({3: "a", 7: "a", 9: "a"}, {3: 30.0, 7: 20.0, 9: 10.0, 11: None}),
+        ({3: "a", 7: "b", 9: "b"}, {3: None, 7: 20.0, 9: 10.0, 11: None}),
+        ({3: None, 7: "b", 9: "b"}, {3: 30.0, 7: 20.0, 9: 10.0, 11: None}),  # an older version's
+    ],
+)
+def test_only_what_was_measured_as_the_newest_evaluation_has_a_score(measures, expected):
+    scores = {3: 30.0, 7: 20.0, 9: 10.0}
+    metas = {
+        step: Meta(
+            step=step,
+            tokenizer_sha256="",
+            evaluation=bleu(scores[step]) if step in scores else None,
+            progress=Progress(measure=measures.get(step, "c")),
+        )
+        for step in expected
+    }
+    assert scores_of(metas, "bleu") == expected
 
 
 def test_evaluation_and_progress_come_back_as_they_were_saved(tmp_path):

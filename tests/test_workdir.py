@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flaxformer_min.config_rules import config_to_json
-from flaxformer_min.data.tokenizer import prepare_tokenizer
+from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.training import loop, prepared_data
 from flaxformer_min.training.prepared_data import prepare_data
@@ -214,6 +214,16 @@ def test_a_config_of_something_else_is_named_and_left_alone(tiny, tmp_path, text
     with pytest.raises(UserError, match=r"config\.json: .*; use another --workdir"):
         hold(tmp_path, tiny).__enter__()
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [text]
+
+
+def test_validation_on_the_training_text_gets_a_warning(tiny, tmp_path, caplog):
+    same = changed(tiny, "data", validation=tiny.data.train)
+    for config, warned in ((tiny, False), (same, True)):
+        caplog.clear()
+        workdir = tmp_path / str(warned)
+        workdir.mkdir()
+        prepare_data(config, workdir)
+        assert ("is in data.train too" in caplog.text) == warned
 
 
 def test_the_corpus_report_says_what_was_read_kept_and_dropped(tiny, tmp_path):

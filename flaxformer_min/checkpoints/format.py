@@ -26,8 +26,7 @@ from flaxformer_min.checkpoints.leaves import nested
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_from_json, typed
-from flaxformer_min.data.marian_tokenizer import open_tokenizer
-from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer, open_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import checkpoint_errors, verify
 

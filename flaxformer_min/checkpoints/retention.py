@@ -102,9 +102,18 @@ def delete_outdated(root: Path, train: TrainConfig, damaged: Collection[int]) ->
 def scores_of(
     metas: Mapping[int, Meta], metric: Literal["bleu", "loss"]
 ) -> dict[int, float | None]:
-    """Returns each step's score, higher being better; None for a step without an evaluation."""
-    records = {step: meta.evaluation for step, meta in metas.items()}
-    return {step: score(record, metric) if record else None for step, record in records.items()}
+    """Returns each step's score, higher being better; None for a step without an evaluation.
+
+    A step that was measured otherwise than the newest one with an evaluation has none either. Of
+    checkpoints of an older version it is not known how they were measured; they count.
+    """
+    records = {step: meta.evaluation for step, meta in metas.items() if meta.evaluation}
+    measure = metas[max(records)].progress.measure if records else None
+    return dict.fromkeys(metas) | {
+        step: score(record, metric)
+        for step, record in records.items()
+        if metas[step].progress.measure in (measure, None)
+    }
 
 
 def kept_steps(
@@ -119,9 +128,9 @@ def kept_steps(
 
 
 def best_steps(scores: Mapping[int, float | None], count: int) -> list[int]:
-    """Returns at most `count` steps with a score, best first; of equal scores the later first."""
-    scored = [(score, step) for step, score in scores.items() if score is not None]
-    return [step for _, step in sorted(scored, reverse=True)[:count]]
+    """Returns at most `count` steps with a score, best first; of equal scores the earlier first."""
+    scored = [(-score, step) for step, score in scores.items() if score is not None]
+    return [step for _, step in sorted(scored)[:count]]
 
 
 def tidy(root: Path) -> None:

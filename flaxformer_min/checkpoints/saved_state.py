@@ -60,7 +60,8 @@ def read_state(folder: Path, like: Any) -> Any:
     stored, wanted = stored_shapes(folder), _parts(like)
     for part, leaves in wanted.items():
         if (found := difference(stored.get(part, {}), leaves)) is not None:
-            raise UserError(f"{folder}: holds another state than this run's: {found}")
+            cause = "; it was trained with JAX_ENABLE_X64" if "float64" in found else ""
+            raise UserError(f"{folder}: holds another state than this run's: {found}{cause}")
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), wanted
     )

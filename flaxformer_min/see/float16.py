@@ -1,14 +1,27 @@
 """Weights as float16, in which the page stores them, and what that changes."""
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from flaxformer_min.checkpoints.format import Loaded
+from flaxformer_min.config import Config
+from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
+
+
+class AnyTranslator(Protocol):
+    """What the page needs of a decoding.translator.Translator, which would be too high a floor."""
+
+    config: Config
+    tokenizer: Tokenizer
+    step: Any
+    params: Any
+
+    def translate(self, lines: Sequence[str], options: Options = ...) -> list[Any]: ...
+    def score_tokens(self, pairs: Sequence[tuple[str, str]]) -> list[Any]: ...
 
 
 def to_float16(name: str, leaf: np.ndarray) -> np.ndarray:
@@ -20,15 +33,15 @@ def to_float16(name: str, leaf: np.ndarray) -> np.ndarray:
     return rounded
 
 
-def rounding_error(loaded: Loaded, lines: Sequence[str]) -> float:
+def rounding_error(translator: AnyTranslator, lines: Sequence[str]) -> float:
     """Returns how far float16 weights move a log-probability at most, in nats.
 
     The log-probabilities are those of the tokens of greedy translations of the lines.
     """
-    translator = Translator(*loaded)
     texts = [found.text for found in translator.translate(lines, Options(beam_size=1))]
-    pairs = list(zip(lines, texts, strict=True))
+    pairs, params = list(zip(lines, texts, strict=True)), translator.params
     exact = translator.score_tokens(pairs)
-    translator.params = jax.tree.map(lambda x: np.float32(np.float16(x)), loaded.params)
+    translator.params = jax.tree.map(lambda x: np.float32(np.float16(x)), params)
     both = zip(exact, translator.score_tokens(pairs), strict=True)
+    translator.params = params
     return max(float(np.abs(np.subtract(a.log_probs, b.log_probs)).max()) for a, b in both)

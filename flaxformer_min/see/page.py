@@ -10,15 +10,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from flaxformer_min.checkpoints.format import Loaded
+import numpy as np
+
 from flaxformer_min.checkpoints.leaves import named_leaves
-from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.data.lines import is_blank, read_lines
 from flaxformer_min.data.sources import read_pairs
 from flaxformer_min.errors import UserError
-from flaxformer_min.see.float16 import rounding_error, to_float16
+from flaxformer_min.see.float16 import AnyTranslator, rounding_error, to_float16
 from flaxformer_min.see.pieces import describe_tokenizer
 from flaxformer_min.system.files import replace_file
 
@@ -27,46 +27,40 @@ WORKER = ("transformer.js", "pieces.js", "translate.js", "worker.js")
 VIEW = ("draw.js", "view.js")
 
 
-def write_page(
-    directory: str | Path,
-    output: str | Path,
-    *,
-    step: int | Literal["best"] | None = None,
-    source: str | None = None,
-) -> int:
-    """Writes the page of a workdir's checkpoint, or of one checkpoint; returns its bytes.
+def write_page(translator: AnyTranslator, output: str | Path, source: str | None = None) -> int:
+    """Writes the page of a translator's model; returns its bytes.
 
     Its examples are lines of the file `source`, by default of the config's test split. Raises
-    UserError for the reasons of `load_for_inference` and `make_page`.
+    UserError for the reasons of `make_page`, and where these lines cannot be read.
     """
-    loaded = load_for_inference(directory, step)
-    data = loaded.config.data
+    data = translator.config.data
     lines = list(read_lines(source)) if source else [s for s, _ in read_pairs(data, data.test)]
-    content = make_page(loaded, lines).encode()
+    content = make_page(translator, lines).encode()
     replace_file(Path(output), content)
     return len(content)
 
 
-def make_page(loaded: Loaded, lines: Sequence[str]) -> str:
-    """Returns the page of a checkpoint, with some of the lines as examples.
+def make_page(translator: AnyTranslator, lines: Sequence[str]) -> str:
+    """Returns the page of a translator's model, with some of the lines as examples.
 
     Raises UserError if every line is blank, for a weight that is too large for float16, and for a
     tokenizer that the page does not know.
     """
-    tokenizer = describe_tokenizer(loaded.tokenizer)
-    examples = choose_examples(lines)
+    config, tokenizer = translator.config, translator.tokenizer
+    described, examples = describe_tokenizer(tokenizer), choose_examples(lines)
     if not examples:
         raise UserError("no line to begin with; give --source FILE with lines to translate")
-    weights = {name: to_float16(name, leaf) for name, leaf in named_leaves(loaded.params).items()}
+    leaves = named_leaves(translator.params)
+    weights = {name: to_float16(name, np.asarray(leaf)) for name, leaf in leaves.items()}
     checkpoint = {
-        "config": dataclasses.asdict(loaded.config.model),
-        "tokenizer": tokenizer,
-        "never": loaded.tokenizer.never_generated,
-        "offset": loaded.config.decode.max_length_offset,
-        "languages": [loaded.config.data.source_language, loaded.config.data.target_language],
-        "step": loaded.step,
+        "config": dataclasses.asdict(config.model),
+        "tokenizer": described,
+        "never": tokenizer.never_generated,
+        "offset": config.decode.max_length_offset,
+        "languages": [config.data.source_language, config.data.target_language],
+        "step": translator.step,
         "examples": examples,
-        "error": rounding_error(loaded, examples),
+        "error": rounding_error(translator, examples),
         "table": [[name, leaf.shape] for name, leaf in weights.items()],
     }
     return join(checkpoint, b"".join(leaf.tobytes() for leaf in weights.values()))

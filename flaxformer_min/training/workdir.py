@@ -6,15 +6,12 @@
     corpus.json      pairs read, kept, dropped      } training/prepared_data.py
     corpus/          a cache of token ids          /
     checkpoints/     checkpoints/store.py
-    compiled/        a cache of compiled programs
     metrics.jsonl    training/log.py
 """
 
 import contextlib
 from collections.abc import Generator
 from pathlib import Path
-
-import jax
 
 from flaxformer_min.checkpoints.retention import FOLDER, find_checkpoints
 from flaxformer_min.config import Config
@@ -77,12 +74,6 @@ def resumes(workdir: Path) -> bool:
 def write_config(workdir: Path, config: Config) -> None:
     """Writes config.json; a run that resumes calls this when nothing can be refused any more."""
     replace_file(workdir / CONFIG, config_to_json(config).encode())
-
-
-def cache_programs(workdir: Path) -> None:
-    """Makes JAX keep compiled programs in the workdir, unless it has another place for them."""
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
 
 
 def _read_config(workdir: Path) -> Config | None:
