@@ -70,7 +70,7 @@ def choose_examples(lines: Sequence[str]) -> list[str]:
     """Returns a line of about 32 characters, then up to six shorter ones from all over the file."""
     texts = list(dict.fromkeys(line for line in lines if not is_blank(line)))
     first = sorted(texts, key=lambda text: abs(len(text) - 32))[:1]
-    short = sorted(texts, key=lambda text: abs(len(text) - 8))[: max(7, len(texts) // 10)]
+    short = sorted(texts, key=lambda text: abs(len(text) - 10))[: max(7, len(texts) // 10)]
     return first + [text for text in short[:: max(1, len(short) // 7)] if text not in first][:6]
 
 

@@ -7,7 +7,8 @@ const LAST = 5; // the pace at which everything is shown at once
 
 const $ = (id) => document.getElementById(id);
 const read = (id) => JSON.parse($(id).textContent);
-const plain = (piece) => piece.replaceAll("\u2581", "\u00b7");
+const BLANKS = /[\u00a0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]/g; // seen only if drawn
+const plain = (piece) => piece.replaceAll("\u2581", "\u00b7").replace(BLANKS, "\u237d");
 const count = (n) => n.toLocaleString("en-US");
 const fixed = (x, digits = 2) => x.toFixed(digits).replace("-", "\u2212");
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
