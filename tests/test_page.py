@@ -28,7 +28,8 @@ from flaxformer_min import cli
 from flaxformer_min.checkpoints.format import Loaded
 from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.config import Config, DataConfig, DecodeConfig, ModelConfig
-from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
@@ -365,7 +366,7 @@ def test_nothing_overlaps_the_edge_of_a_narrow_screen(page):
 def test_an_old_browser_gets_one_line(page):
     running = page("delete window.Worker")
     shown = running.evaluate("document.body.innerText").strip()
-    assert shown == "This page needs a browser of 2021 or later."
+    assert shown == "This page needs a browser of 2023 or later."
     assert running.errors == []
 
 

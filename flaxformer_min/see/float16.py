@@ -1,7 +1,7 @@
 """Weights as float16, in which the page stores them, and what that changes."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from flaxformer_min.decoding.options import Options
 from flaxformer_min.errors import UserError
 
 
+@runtime_checkable
 class AnyTranslator(Protocol):
     """What the page needs of a decoding.translator.Translator, which would be too high a floor."""
 
