@@ -1,6 +1,7 @@
 """Small files that a crash leaves whole, and the lock that keeps other processes out."""
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Generator
@@ -42,12 +43,21 @@ def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
 
     The operating system releases the lock when the process ends, even if it is killed.
 
-    Raises BlockingIOError if another process holds the lock and `wait` is False, and OSError if
-    the file cannot be opened.
+    Raises BlockingIOError if another process holds the lock and `wait` is False, or has removed the
+    file while this one waited, and OSError if the file cannot be opened.
     """
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if not _is_file_of(path, file.fileno()):
+            raise BlockingIOError(errno.EAGAIN, "is being removed by its holder", str(path))
         yield
+
+
+def _is_file_of(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has this name; whoever held its lock may have removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from flaxformer_min.data.sources import open_sources
 from flaxformer_min.data.tokenizer import Tokenizer, prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import replace_file
-from flaxformer_min.system.processes import broadcast
+from flaxformer_min.system.processes import broadcast, is_first
 from flaxformer_min.training.workdir import CACHE, CORPUS, TOKENIZER, resumes
 
 DIGEST_SIZE = hashlib.sha256().digest_size
@@ -42,6 +42,8 @@ def prepare_data(config: Config, workdir: Path) -> Data:
             for split in ("train", "validation")
         )
     except (OSError, UserError) as error:
+        if is_first():
+            raise
         raise UserError(
             f"--workdir {workdir}: must be on a disk that all processes share: {error}"
         ) from error
