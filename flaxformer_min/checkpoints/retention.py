@@ -100,8 +100,8 @@ def best_folder(root: Path) -> Path:
 
     Raises UserError if no checkpoint has an evaluation.
     """
-    folders, best = find_checkpoints(root), []
-    metas = {step: meta for step, meta in read_metas(root).items() if step in folders}
+    metas, best = read_metas(root), []
+    folders = {step: root / str(step) for step in metas} | find_checkpoints(root)
     if metas:
         with unless_deleted(newest := folders[max(metas)]):
             best = best_steps(scores_of(metas, read_config(newest).train.best_metric), 1)
@@ -113,7 +113,7 @@ def best_folder(root: Path) -> Path:
 def read_metas(root: Path) -> dict[int, Meta]:
     """Reads the meta.json of every step of the run.
 
-    One that cannot be read is passed by with a warning, and one that was deleted meanwhile without.
+    One that cannot be read is passed by with a warning.
     """
     metas = {}
     for step, folder in find_checkpoints(root).items():
@@ -122,7 +122,7 @@ def read_metas(root: Path) -> dict[int, Meta]:
                 sealed.verify(folder, [META, CONFIG])
                 metas[step] = own_meta(step, folder)
         except DeletedError:
-            pass
+            return read_metas(root)
         except (CheckpointError, UserError, OSError) as error:
             _log.warning("%s; passed by", error)
     return {step: meta for step, meta in metas.items() if meta is not None}

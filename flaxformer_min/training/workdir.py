@@ -47,10 +47,11 @@ def hold(workdir: Path, config: Config) -> Generator[None, None, None]:
             target = path.readlink()
             raise UserError(f"{path}: is a link to {target}, which is not there; mend or remove it")
     _read_config(workdir)  # refuses a directory of another program before changing it
-    new = [path for name in MADE if not os.path.lexists(path := workdir / name)]
+    made = [workdir / name for name in MADE] + [workdir, *workdir.parents]
+    new = [path for path in made if not os.path.lexists(path)]
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(_made(workdir))
+            workdir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(workdir / LOCK, wait=False))
             stack.enter_context(_without(new, workdir))
         except (FileExistsError, NotADirectoryError):
@@ -64,22 +65,8 @@ def hold(workdir: Path, config: Config) -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def _made(workdir: Path) -> Generator[None, None, None]:
-    """A context with a directory, made if it is missing; after an error it goes if it is empty."""
-    missing = [path for path in (workdir, *workdir.parents) if not path.exists()]
-    workdir.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except Exception:
-        with contextlib.suppress(OSError):
-            for path in missing:
-                path.rmdir()
-        raise
-
-
-@contextlib.contextmanager
 def _without(new: list[Path], workdir: Path) -> Generator[None, None, None]:
-    """A context that holds the lock; if the run cannot begin, what is new in the workdir goes.
+    """A context that holds the lock; if the run cannot begin, the `new` files and folders go.
 
     After a mistake of the user, or an error of a disk, the next start then finds what this one
     found. A run that has logged a step, and one that was stopped, leave what they have.
@@ -89,8 +76,12 @@ def _without(new: list[Path], workdir: Path) -> Generator[None, None, None]:
     except (UserError, OSError):
         log = workdir / METRICS
         if not resumes(workdir) and not (log.is_file() and log.stat().st_size):
-            for path in new:
-                remove(path)
+            with contextlib.suppress(OSError):  # a folder into which somebody put a file stays
+                for path in new:
+                    if path in (workdir, *workdir.parents):
+                        path.rmdir()
+                    else:
+                        remove(path)
         raise
 
 
