@@ -161,6 +161,21 @@ def test_a_directory_gets_another_path_only_where_its_own_has_a_meaning(tmp_path
     assert not checkpoint_format.PLAIN.fullmatch("/gs/bucket")
 
 
+def test_all_processes_of_a_run_give_a_directory_the_same_path(tmp_path, monkeypatch):
+    """Orbax refuses to save where the paths differ. The other process has 211 and 307 in use."""
+    (tmp_path / "[").mkdir()
+    taken = os.open(tmp_path, os.O_RDONLY)
+    os.dup2(taken, 211)
+    others = iter(["211", "307", "307"])
+    monkeypatch.setattr(checkpoint_format, "exchange", lambda text: {0: text, 1: next(others)})
+    with checkpoint_format.plain_path(tmp_path / "[", everywhere=True) as path:
+        assert path == "/proc/self/fd/307"
+        assert os.path.samefile(path, tmp_path / "[")
+    for number in (taken, 211):
+        os.close(number)
+    assert list(others) == []
+
+
 def test_what_orbax_did_not_write_is_noticed_before_the_checkpoint_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_format, "PLAIN", re.compile(".*"))  # Orbax sees the pattern
     run = tmp_path / "x[1]"

@@ -13,6 +13,7 @@ caller must have done so.
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import logging
@@ -31,6 +32,7 @@ from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_from_json, typed
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
+from flaxformer_min.system.processes import exchange
 from flaxformer_min.system.sealed import checkpoint_errors, verify
 
 ARRAYS, CONFIG, TOKENIZER, META = "arrays", "config.json", "tokenizer.model", "meta.json"
@@ -128,17 +130,22 @@ def read_arrays(folder: Path, like: Any) -> Any:
 
 
 @contextlib.contextmanager
-def plain_path(folder: Path) -> Generator[str, None, None]:
+def plain_path(folder: Path, *, everywhere: bool = False) -> Generator[str, None, None]:
     """A context with a path to a directory in which no sign has a meaning for Orbax.
 
     Orbax and what it is built on look for names that match a path with `[`, take `\\` for `/`, and
     `gs:` for the beginning of a URL. A directory with such a path is opened here, and Linux gives
-    each directory that a process has open a path of digits.
+    each directory that a process has open a path of digits. `everywhere` makes it the same path in
+    all processes of the run, which all have to call this then.
     """
     if PLAIN.fullmatch(str(folder)):
         yield str(folder)
         return
     number = os.open(folder, os.O_RDONLY)
+    while everywhere and len(numbers := set(exchange(str(number)).values())) > 1:
+        if number < (highest := max(map(int, numbers))):
+            lower, number = number, fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, highest)
+            os.close(lower)
     try:
         yield f"/proc/self/fd/{number}"
     finally:

@@ -47,7 +47,7 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     # outlive the removal of the directory.
     context.array.saving.enable_write_sharding_file = False
     with context:
-        to = path.enter_context(plain_path(folder))
+        to = path.enter_context(plain_path(folder, everywhere=True))
         written = ocp.save_checkpointables_async(f"{to}/{ARRAYS}", parts)
 
     def finish() -> None:
