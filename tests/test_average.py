@@ -124,6 +124,7 @@ def test_an_average_under_a_name_that_cannot_be_kept_is_refused(tmp_path, name):
         average(tmp_path / "run", tmp_path / os.fsdecode(name), last=1)
 
 
+@pytest.mark.run
 def test_an_average_reads_no_older_checkpoint_than_it_takes(tmp_path):
     root = saved(tmp_path / "run", 5, 11, 17)
     flip_a_bit(root / "5" / "meta.json")
@@ -132,6 +133,7 @@ def test_an_average_reads_no_older_checkpoint_than_it_takes(tmp_path):
         average(tmp_path / "run", tmp_path / "more", last=3)
 
 
+@pytest.mark.run
 def test_an_average_beside_a_run_that_saves_takes_the_newest_that_stay(tmp_path, monkeypatch):
     root = saved(tmp_path / "run", 5, 11, 17)
     read = []

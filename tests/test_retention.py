@@ -292,6 +292,7 @@ def strangers(tmp_path) -> dict[str, str]:
     }
 
 
+@pytest.mark.run
 def test_strangers_are_named_once_and_passed_by_when_a_run_resumes(tmp_path, strangers, caplog):
     run, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     with opened(run, keep_last=1, keep_best=1) as checkpoints:
@@ -309,6 +310,7 @@ def test_strangers_are_named_once_and_passed_by_when_a_run_resumes(tmp_path, str
     assert told == sorted(f"{root / name}: {text}" for name, text in strangers.items())
 
 
+@pytest.mark.run
 def test_strangers_are_passed_by_when_a_run_is_used(tmp_path, strangers, caplog):
     run, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     assert load_for_inference(run).step == 11
@@ -337,6 +339,7 @@ def test_a_checkpoint_of_this_run_counts_whatever_may_change_has_changed(tmp_pat
 # ---- Links
 
 
+@pytest.mark.run
 def test_a_run_goes_on_where_a_checkpoint_lies_on_another_disk(tmp_path):
     root = saved(tmp_path / "run", 5, 11)
     (tmp_path / "disk").mkdir()
@@ -377,6 +380,7 @@ def retire(root: Path, step: int, new: int) -> None:
     shutil.rmtree(root / str(step))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("moment", ["listed", "hashed", "verified", "half read"])
 @pytest.mark.parametrize("step", [None, "best", 11])
 def test_what_a_run_deletes_while_it_is_read_is_not_called_damaged(
@@ -427,6 +431,7 @@ def test_a_checkpoint_that_gets_its_name_while_all_are_listed_is_seen(tmp_path, 
     assert find_checkpoints(root) == {11: root / "11"}
 
 
+@pytest.mark.run
 def test_a_reader_that_is_always_too_late_says_so_in_the_end(tmp_path, monkeypatch):
     saved(tmp_path, 11)
     numbers = itertools.count()

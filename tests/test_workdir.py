@@ -318,6 +318,7 @@ def claim_in(run: Path, tiny) -> None:
     (run / "tokenizer.model").write_text("of the run")
 
 
+@pytest.mark.run
 def test_a_linked_workdir_and_a_linked_corpus_are_used_and_their_targets_stay(tiny, tmp_path):
     (tmp_path / "disk" / "run").mkdir(parents=True)
     run = tmp_path / "run"
