@@ -89,7 +89,8 @@ def _refuse_difference(stored: dict[str, Any], wanted: dict[str, Any], problem: 
     """Raises UserError with the problem and the first leaf that differs in shape or dtype."""
     for part, leaves in wanted.items():
         if (found := difference(stored.get(part, {}), leaves)) is not None:
-            raise UserError(f"{problem}: {found}")
+            cause = "; it was trained with JAX_ENABLE_X64" if "float64" in found else ""
+            raise UserError(f"{problem}: {found}{cause}")
 
 
 def _parts(tree: Any) -> dict[str, dict[str, Any]]:
