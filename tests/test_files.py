@@ -136,3 +136,19 @@ def test_a_file_that_is_locked_keeps_its_content(tmp_path):
     path.write_bytes(b"content")
     with locked(path, wait=False):
         assert path.read_bytes() == b"content"
+
+
+def test_a_lock_whose_file_its_holder_removed_is_not_held(tmp_path, monkeypatch):
+    """Otherwise another process could hold that of a new file of the same name."""
+    path = tmp_path / "a"
+    for makes_anew in (False, True):
+
+        def removed_meanwhile(*_, makes_anew=makes_anew):
+            path.unlink()
+            if makes_anew:
+                (tmp_path / "b").touch()
+                (tmp_path / "b").rename(path)
+
+        monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+        with pytest.raises(BlockingIOError, match=str(path)), locked(path, wait=True):
+            pass

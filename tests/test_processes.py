@@ -49,18 +49,18 @@ def as_flags_say(uneven: Path) -> Config:
 @pytest.mark.run
 def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_path):
     accident = Accident(process=1, call=24, number=signal.SIGTERM)
-    ended = launch(uneven, tmp_path / "two", 2, *FLAGS, accidents=[accident])
+    ended = launch(uneven, tmp_path / "two[2]", 2, *FLAGS, accidents=[accident])
     assert [process.status for process in ended] == [143, 143], ended
-    step = list(find_checkpoints(tmp_path / "two" / "checkpoints"))[-1]
+    step = list(find_checkpoints(tmp_path / "two[2]" / "checkpoints"))[-1]
     assert 23 <= step <= 26
     assert f"stopped at step {step}; the same command goes on" in ended[0].errors
     assert "step" not in ended[1].errors  # the second process is quiet
-    assert read_meta(tmp_path / "two" / "checkpoints" / str(step)).interim
-    assert metrics(tmp_path / "two")[-1]["step"] == step
-    for workdir in (tmp_path / "two", tmp_path / "one"):  # eight devices in this process
+    assert read_meta(tmp_path / "two[2]" / "checkpoints" / str(step)).interim
+    assert metrics(tmp_path / "two[2]")[-1]["step"] == step
+    for workdir in (tmp_path / "two[2]", tmp_path / "one"):  # eight devices in this process
         assert loop.run(as_flags_say(uneven), workdir) == 0
-    assert worst_difference(tmp_path / "one", tmp_path / "two") < 1e-5
-    evaluated = next(line for line in metrics(tmp_path / "two") if "bleu" in line)  # by both
+    assert worst_difference(tmp_path / "one", tmp_path / "two[2]") < 1e-5
+    evaluated = next(line for line in metrics(tmp_path / "two[2]") if "bleu" in line)  # by both
     assert evaluated["bleu"]["score"] > 0
 
 

@@ -151,8 +151,7 @@ class Checkpoints:
             interim=interim,
         )
         with _discarded_on_error(folder):
-            if is_first():
-                sealed.begin(folder)
+            on_first(lambda: sealed.begin(folder))
             await_arrays = start_writing(sealed.unfinished(folder), state)
         self._pending = self._pool.submit(self._finish, folder, await_arrays, meta)
 

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from flaxformer_min.data.sources import open_sources
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import locked
-from flaxformer_min.system.sealed import CheckpointError, publish, verify
+from flaxformer_min.system.sealed import CheckpointError, publish, remove, verify
 
 PAIRS_AT_ONCE = 4096  # a list bounds the memory; SentencePiece is fastest on many lines
 LAYOUT = 2  # version of these files; it is part of DIGEST
@@ -134,7 +133,7 @@ def _is_whole(folder: Path) -> bool:
         return True
     except (CheckpointError, UserError) as error:
         _log.warning("%s; the corpus is encoded again", error)
-        shutil.rmtree(folder)
+        remove(folder)
         return False
 
 
@@ -144,7 +143,7 @@ def _write(
     """Writes a split; a kill or an error leaves nothing under its name."""
     for killed in folder.parent.glob("*.partial"):  # nobody else writes: this process has the lock
         if killed.is_dir():  # a tokenizer of the same cache is a file
-            shutil.rmtree(killed)
+            remove(killed)
     with publish(folder) as new:
         with open(new / "ids", "wb") as ids, open(new / "lengths", "wb") as lengths:
             writer = _Writer(ids, lengths, tokenizer, limit, keep_all)

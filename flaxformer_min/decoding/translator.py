@@ -127,7 +127,7 @@ class Translator:
         an empty path or a URL.
         """
         start_devices()
-        paths = [Path(local_path(str(path))) for path in (directory, *others)]
+        paths = [local_path(str(path)) for path in (directory, *others)]
         first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:

@@ -54,8 +54,8 @@ def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
     The operating system releases the lock when the process ends, even if it is killed. Where the
     file system has no locks, `_owned` takes their place.
 
-    Raises BlockingIOError if another process holds the lock and `wait` is False, and OSError if
-    the file cannot be opened.
+    Raises BlockingIOError if another process holds the lock and `wait` is False, or has removed the
+    file while this one waited, and OSError if the file cannot be opened.
     """
     import fcntl  # not there on Windows, where the command line says so (cli.py)
 
@@ -66,7 +66,16 @@ def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
             if error.errno not in UNSUPPORTED:
                 raise
             stack.enter_context(_owned(path.with_name(f"{path.name}.owner"), wait=wait))
+        if not _is_file_of(path, file.fileno()):
+            raise BlockingIOError(errno.EAGAIN, "is being removed by its holder", str(path))
         yield
+
+
+def _is_file_of(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has this name; whoever held its lock may have removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from flaxformer_min.data.tokenizer import Tokenizer, open_tokenizer
 from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import replace_file
-from flaxformer_min.system.processes import broadcast
+from flaxformer_min.system.processes import broadcast, is_first
 from flaxformer_min.training.workdir import CACHE, CORPUS, TOKENIZER, resumes
 
 _log = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ def prepare_data(config: Config, workdir: Path) -> Data:
             for split in ("train", "validation")
         )
     except (OSError, UserError) as error:
+        if is_first():
+            raise
         raise UserError(
             f"--workdir {workdir}: must be on a disk that all processes share: {error}"
         ) from error
