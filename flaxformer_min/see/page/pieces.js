@@ -10,7 +10,7 @@ export function isBlank(text) {
 }
 
 export class Pieces {
-  /** @param model {pieces, scores, types, dummyPrefix, byteFallback, nfc, unk, bos, eos, pad} */
+  /** @param {Record<string, any>} model what flaxformer_min/see/pieces.py describes */
   constructor(model) {
     this.model = model;
     this.ids = new Map();

@@ -90,14 +90,14 @@ export function layerNorm(x, scale, bias, epsilon) {
 }
 
 /**
- * Returns softmax(Q K^T / sqrt(d_k)) V of all heads side by side, and scores and weights.
+ * Returns softmax(Q K^T / sqrt(d_k)) V of all heads side by side, and the weights.
  *
  * Query is [T, H x K], keys are [S, H x K], values are [S, H x U]; the weights are [H x T, S]. A key
  * that is not `visible` has weight 0.
  */
 export function attend(query, keys, values, heads, visible) {
   const [T, S, K, U] = [query.rows, keys.rows, query.columns / heads, values.columns / heads];
-  const [scores, weights] = [matrix(heads * T, S), matrix(heads * T, S)];
+  const weights = matrix(heads * T, S); // scores first, in their place
   const context = matrix(T, values.columns);
   const sums = new Float64Array(U);
   for (let row = 0; row < heads * T; row++) {
@@ -108,22 +108,26 @@ export function attend(query, keys, values, heads, visible) {
       let score = 0;
       for (let i = 0; i < K; i++) score += query.data[q + i] * keys.data[k + i];
       score = visible && !visible[s] ? -Infinity : score / Math.sqrt(K);
-      scores.data[row * S + s] = score;
+      weights.data[row * S + s] = score;
       if (score > largest) largest = score;
     }
+    if (largest === -Infinity) {
+      weights.data.fill(0, row * S, (row + 1) * S); // no key is visible: weights and output are 0
+      continue;
+    }
     let total = 0;
-    for (let s = 0; s < S && largest > -Infinity; s++) {
-      total += weights.data[row * S + s] = Math.exp(scores.data[row * S + s] - largest);
+    for (let s = 0; s < S; s++) {
+      total += weights.data[row * S + s] = Math.exp(weights.data[row * S + s] - largest);
     }
     sums.fill(0);
-    for (let s = 0; s < S && total > 0; s++) {
+    for (let s = 0; s < S; s++) {
       const weight = (weights.data[row * S + s] /= total);
       const v = s * values.columns + head * U;
       for (let i = 0; i < U; i++) sums[i] += weight * values.data[v + i];
     }
     context.data.set(sums, t * context.columns + head * U);
   }
-  return { scores, weights, context };
+  return { weights, context };
 }
 
 function note(taps, path, found) {
@@ -136,7 +140,7 @@ function residual(model, path, x, output, taps) {
   for (let i = 0; i < sum.data.length; i++) sum.data[i] = x.data[i] + output.data[i];
   const { [`${path}_residual/scale`]: scale, [`${path}_residual/bias`]: bias } = model.weights;
   const norm = layerNorm(sum, scale, bias, model.config.layer_norm_epsilon);
-  note(taps, `${path}_residual`, { sum, norm });
+  note(taps, `${path}_residual`, { norm });
   return norm;
 }
 
@@ -152,9 +156,9 @@ function keysValues(model, path, x) {
 /** Multi-head attention of x to keys and values, in its residual connection. */
 function attention(model, path, x, { keys, values }, visible, taps) {
   const query = project(model, path, "query", x);
-  const attended = attend(query, keys, values, model.config.num_heads, visible);
-  const output = project(model, path, "output", attended.context);
-  note(taps, path, { query, keys, values, ...attended, output });
+  const { weights, context } = attend(query, keys, values, model.config.num_heads, visible);
+  const output = project(model, path, "output", context);
+  note(taps, path, { weights });
   return residual(model, path, x, output, taps);
 }
 
@@ -167,7 +171,7 @@ function feedForward(model, path, x, taps) {
     hidden.data[i] = swish ? h / (1 + Math.exp(-h)) : Math.max(0, h);
   }
   const output = project(model, path, "down", hidden);
-  note(taps, path, { hidden, output });
+  note(taps, path, { hidden });
   return residual(model, path, x, output, taps);
 }
 
@@ -187,9 +191,7 @@ function embed(model, side, ids, first, taps) {
       sum.data[at] = embedding.data[at] + positions.data[from + at];
     }
   });
-  const here = matrix(ids.length, table.columns);
-  here.data.set(positions.data.subarray(from, from + here.data.length));
-  note(taps, side, { embedding, positions: here, sum });
+  note(taps, side, { embedding, sum });
   return sum;
 }
 
@@ -226,26 +228,23 @@ export function startDecoding(model, { memory, visible }, length) {
   return { layers, visible, length: 0 };
 }
 
+/** Writes a row into a cache; returns the cache as far as it is filled. */
+function withRow({ columns, data }, position, row) {
+  data.set(row.data, position * columns);
+  return { rows: position + 1, columns, data: data.subarray(0, (position + 1) * columns) };
+}
+
 /** Decodes one more token, whose keys and values join the cache; returns logits [1, V]. */
 export function decodeStep(model, cache, token, taps) {
   const [position, { config, weights }] = [cache.length, model];
   let x = embed(model, "decoder", [token], position, taps);
   cache.layers.forEach(({ past, cross }, n) => {
     const path = `decoder/${n}`;
-    const fresh = keysValues(model, `${path}/self_attention`, x);
-    const itself = {};
-    for (const name of ["keys", "values"]) {
-      const { columns, data } = past[name];
-      data.set(fresh[name].data, position * columns);
-      const rows = position + 1;
-      itself[name] = { rows, columns, data: data.subarray(0, rows * columns) };
-    }
-    const seen = taps && {};
-    x = attention(model, `${path}/self_attention`, x, itself, null, seen);
-    if (taps) {
-      const own = `${path}/self_attention`;
-      Object.assign(taps, seen, { [`${own}/keys`]: fresh.keys, [`${own}/values`]: fresh.values });
-    }
+    const own = `${path}/self_attention`;
+    const fresh = keysValues(model, own, x);
+    const keys = withRow(past.keys, position, fresh.keys);
+    const values = withRow(past.values, position, fresh.values);
+    x = attention(model, own, x, { keys, values }, null, taps);
     x = attention(model, `${path}/cross_attention`, x, cross, cache.visible, taps);
     x = feedForward(model, `${path}/feed_forward`, x, taps);
   });

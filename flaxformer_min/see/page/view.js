@@ -52,9 +52,11 @@ function change(values) {
   draw();
 }
 
-/** Writes texts into elements: {id: text}. */
+/** Writes texts into elements: {id: text}. What is there already is not said aloud again. */
 function say(texts) {
-  for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
+  for (const [id, text] of Object.entries(texts)) {
+    if ($(id).textContent !== String(text)) $(id).textContent = text;
+  }
 }
 
 /** Sends the line to the worker; what it says about an older line no longer counts. */
