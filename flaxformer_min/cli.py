@@ -1,4 +1,4 @@
-"""The command line: train, plan, translate, score, evaluate, average, import, export.
+"""The command line: train, plan, translate, score, evaluate, average, import, export, page.
 
 The exit status is 0 if all is done, 2 after a mistake of the user, 1 after any other error, and
 128 + N after a signal N, such as 143 after SIGTERM. An error that can be foreseen is printed in one
