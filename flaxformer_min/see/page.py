@@ -25,6 +25,7 @@ from flaxformer_min.system.files import replace_file
 PARTS = Path(__file__).parent / "page"
 WORKER = ("transformer.js", "pieces.js", "translate.js", "worker.js")
 VIEW = ("draw.js", "view.js")
+MEASURED = 200  # lines at most, on which the error of float16 is measured
 
 
 def write_page(translator: AnyTranslator, output: str | Path, source: str | None = None) -> int:
@@ -47,8 +48,9 @@ def make_page(translator: AnyTranslator, lines: Sequence[str]) -> str:
     tokenizer that the page does not know.
     """
     config, tokenizer = translator.config, translator.tokenizer
-    described, examples = describe_tokenizer(tokenizer), choose_examples(lines)
-    if not examples:
+    described = describe_tokenizer(tokenizer)
+    texts = list(dict.fromkeys(line for line in lines if not is_blank(line)))
+    if not texts:
         raise UserError("no line to begin with; give --source FILE with lines to translate")
     leaves = named_leaves(translator.params)
     weights = {name: to_float16(name, np.asarray(leaf)) for name, leaf in leaves.items()}
@@ -59,16 +61,16 @@ def make_page(translator: AnyTranslator, lines: Sequence[str]) -> str:
         "offset": config.decode.max_length_offset,
         "languages": [config.data.source_language, config.data.target_language],
         "step": translator.step,
-        "examples": examples,
-        "error": rounding_error(translator, examples),
+        "examples": choose_examples(texts),
+        "error": rounding_error(translator, texts[:MEASURED]),
+        "measured": len(texts[:MEASURED]),
         "table": [[name, leaf.shape] for name, leaf in weights.items()],
     }
     return join(checkpoint, b"".join(leaf.tobytes() for leaf in weights.values()))
 
 
-def choose_examples(lines: Sequence[str]) -> list[str]:
+def choose_examples(texts: Sequence[str]) -> list[str]:
     """Returns a line of about 32 characters, then up to six shorter ones from all over the file."""
-    texts = list(dict.fromkeys(line for line in lines if not is_blank(line)))
     first = sorted(texts, key=lambda text: abs(len(text) - 32))[:1]
     short = sorted(texts, key=lambda text: abs(len(text) - 10))[: max(7, len(texts) // 10)]
     return first + [text for text in short[:: max(1, len(short) // 7)] if text not in first][:6]

@@ -310,12 +310,12 @@ function drawOrder() {
 
 /** Fills in what never changes. */
 function describe() {
-  const { config, step, examples, table, error, languages } = checkpoint;
+  const { config, step, examples, table, error, measured, languages } = checkpoint;
   const language = new Intl.DisplayNames(["en"], { type: "language" });
   const [from, to] = languages.map((c) => (/^[a-z]{2,3}(-\w+)*$/i.test(c) ? language.of(c) : c));
   const total = count(sum(table.map(([, shape]) => shape.reduce((a, b) => a * b))));
   const learned = config.positions === "learned";
-  const rounded = `moved no token's log-probability by more than ${error.toPrecision(2)}`;
+  const rounded = `moved no token's log-probability by more than ${Math.ceil(error * 1e5) / 1e5} nats`;
   const bfloat16 =
     config.compute_dtype === "bfloat16" ? "float32, the package in bfloat16" : "float32";
   say({
@@ -325,7 +325,7 @@ function describe() {
     "last-dimension": Math.min(SHOWN.columns, config.d_model) - 1,
     "last-position": Math.min(SHOWN.rows, config.max_length) - 1,
     "positions-lead": $(learned ? "learned" : "sinusoidal").textContent,
-    rounding: `on ${examples.length} lines that ${rounded}. The page computes in ${bfloat16}.`,
+    rounding: `on ${count(measured)} lines that ${rounded}. The page computes in ${bfloat16}.`,
   });
   const range = (n, item) => Array.from({ length: n }, (_, i) => item(i));
   const option = (i) => make("option", { value: i }, i + 1);
