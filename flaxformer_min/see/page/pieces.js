@@ -39,7 +39,7 @@ export class Pieces {
     return [...ids, model.eos];
   }
 
-  /** Merges neighbours, the best score first and of equal ones the leftmost, while a piece exists. */
+  /** Merges neighbours while they make a piece: the best score first, of equal ones the leftmost. */
   merge(text) {
     const symbols = Array.from(text, (c) => (/[\ud800-\udfff]/u.test(c) ? "\ufffd" : c));
     const score = (n) => {

@@ -26,7 +26,8 @@ export function encodeLine(model, pieces, text) {
 }
 
 /**
- * Translates a line; yields {source, taps}, then {input, token, text, candidates, taps} for each token.
+ * Translates a line; yields {source, taps}, then for each token what it was read from, `input`,
+ * and {token, text, candidates, taps}.
  *
  * It also yields null whenever the caller may want to stop. A blank line yields nothing.
  */
