@@ -449,12 +449,12 @@ from flaxformer_min.errors import UserError
 async def never_awaited():
     pass
 
-def verb(options, rest):
+def average(options, rest):
     cli.left_behind = never_awaited()
     raise UserError("mend it")
 
 atexit.register(print, "a library says goodbye", file=sys.stderr)
-cli.average = verb
+cli.average = average
 sys.exit(cli.main(["average", "x", "--output", "y"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
