@@ -7,6 +7,7 @@ line; a traceback means a bug of this program. Each verb imports what it needs w
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message is not None:
             with contextlib.suppress(OSError):  # the reader of standard error has gone
                 print(f"error: {message}", file=sys.stderr)
+            atexit.register(_say_no_more)
         return status
     finally:
         _drop_what_cannot_be_written()
@@ -120,6 +122,15 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _say_no_more() -> None:
+    """Sends what libraries still say at exit to the null device: the error is the last line.
+
+    A save or restore that failed leaves coroutines of Orbax that nobody awaits, for example.
+    """
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _drop_what_cannot_be_written() -> None:
