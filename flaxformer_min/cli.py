@@ -1,4 +1,4 @@
-"""The command line: train, plan, translate, score, evaluate, average, import, export.
+"""The command line: train, plan, translate, score, evaluate, average, import, export, page.
 
 The exit status is 0 if all is done, 2 after a mistake of the user, 1 after any other error, and
 128 + N after a signal N, such as 143 after SIGTERM. An error that can be foreseen is printed in one
@@ -288,6 +288,16 @@ def average(options: argparse.Namespace, _: list[str]) -> None:
     print(f"{options.output}: the average of steps {', '.join(map(str, steps))}", file=sys.stderr)
 
 
+def page(options: argparse.Namespace, _: list[str]) -> None:
+    """Writes one HTML file that runs a checkpoint in a browser, without network or server."""
+    from flaxformer_min.decoding.translator import Translator
+    from flaxformer_min.see.page import write_page
+
+    translator = Translator.load(options.dir, step=options.step)
+    size = write_page(translator, options.output, options.source)
+    print(f"{options.output}: {size / 1e6:.1f} MB; open it in a browser", file=sys.stderr)
+
+
 def import_(options: argparse.Namespace, _: list[str]) -> None:
     """Makes a checkpoint of a Marian model (OPUS-MT) or of exported safetensors."""
     from flaxformer_min.interop.marian import import_marian, import_safetensors
@@ -381,6 +391,11 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("dir", type=_path, metavar="DIR", help="a workdir")
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
     flag("--output", required=True, type=_path, help="the folder to write")
+    flag = verb(page).add_argument
+    flag("dir", type=_path, metavar="DIR", help="a workdir, or one checkpoint")
+    flag("--step", type=_step, help="N, or 'best'; the newest by default")
+    flag("--source", type=_path, metavar="FILE", help="lines to begin with; or the test split")
+    flag("--output", required=True, type=_path, metavar="FILE", help="the HTML file to write")
     _add_interop_flags(verb(import_), verb(export))
     return parser
 
