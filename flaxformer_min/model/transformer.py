@@ -114,7 +114,7 @@ class Transformer(nnx.Module):
         """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`."""
         scaled = table[...][ids] * self.config.d_model**0.5
         x = (scaled + positions).astype(self.dtype)
-        note(taps, embedding=scaled, positions=positions, sum=x)
+        note(taps, embedding=scaled, positions=positions, input=x)
         return x
 
     @property
@@ -159,7 +159,7 @@ def run_layers(
         x, seen = jax.lax.scan(one, x, _stacked(parts))
     else:
         x, seen = _unrolled(one, x, parts)
-    note(taps, **(seen or {}), output=x)
+    note(taps, **(seen or {}), states=x)
     return x
 
 
