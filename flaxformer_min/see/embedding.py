@@ -4,6 +4,7 @@ Letters: S source length, D d_model, V vocabulary.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,57 +58,43 @@ def neighbours(loaded: Loaded, words: Sequence[str], count: int = 10) -> list[Ne
 def sums(words: Sequence[str]) -> list[list[Term]]:
     """Splits words into sums: "+" and "-" join the word before them with the word behind them."""
     found: list[list[Term]] = []
-    sign = None
-    for word in words:
+    sign = 0  # of the word that has to follow; 0 if none has to
+    for word in [*words, ""]:
+        if (sign != 0 or not found) and word in ("+", "-", ""):
+            raise UserError(f"a word is missing in {' '.join(words)}")
         if word in ("+", "-"):
-            if sign is not None or not found:
-                raise UserError(f"a word is missing before {word}")
             sign = 1 if word == "+" else -1
-        elif sign is None:
-            found.append([(1, word)])
-        else:
+        elif sign:
             found[-1].append((sign, word))
-            sign = None
-    if sign is not None:
-        raise UserError(f"a word is missing after {words[-1]}")
+            sign = 0
+        elif word:
+            found.append([(1, word)])
     return found
 
 
 def _nearest(
-    table: np.ndarray,
-    places: dict[str, int],
-    tokenizer: Tokenizer,
-    terms: list[Term],
-    count: int,
+    table: np.ndarray, places: dict[str, int], tokenizer: Tokenizer, terms: list[Term], count: int
 ) -> Neighbours:
     """Returns the pieces nearest to a sum; `table` [V, D] has rows of length 1."""
     rows = [_place(places, tokenizer, word) for _, word in terms]
-    for row, trained in zip(rows, told_apart(table, rows), strict=True):
-        if not trained:
-            raise UserError(f"{tokenizer.pieces([row])[0]}: training never met this piece")
-    total = sum(sign * table[row] for (sign, _), row in zip(terms, rows, strict=True))
-    cosines = table @ (total / max(float(np.linalg.norm(total)), 1e-9))
-    cosines[[*rows, *tokenizer.never_generated]] = -np.inf
-    order, found = np.argsort(-cosines), []
-    for first in range(0, len(order), 256):
-        chunk = order[first : first + 256]
-        found += chunk[told_apart(table, chunk) & np.isfinite(cosines[chunk])].tolist()
-        if len(found) >= count:
-            break
     names = tokenizer.pieces(rows)
-    title = names[0] + "".join(
-        f" {'+' if sign > 0 else '-'} {name}"
-        for (sign, _), name in zip(terms[1:], names[1:], strict=True)
-    )
-    best = found[:count]
-    cosine = [float(cosines[row]) for row in best]
-    return Neighbours(title, list(zip(tokenizer.pieces(best), cosine, strict=True)))
+    for row, name in zip(rows, names, strict=True):
+        if not told_apart(table, row):
+            raise UserError(f"training never met the piece {name}: ask for another one")
+    signs = [sign for sign, _ in terms]
+    total = np.array(signs) @ table[rows]
+    cosines = table @ (total / max(float(np.linalg.norm(total)), 1e-9))
+    left_out = {*rows, *tokenizer.never_generated}
+    order = (int(row) for row in np.argsort(-cosines, kind="stable") if row not in left_out)
+    best = list(itertools.islice((row for row in order if told_apart(table, row)), count))
+    title = " ".join(f"{'+' if s > 0 else '-'} {n}" for s, n in zip(signs, names, strict=True))
+    nearest = list(zip(tokenizer.pieces(best), cosines[best].tolist(), strict=True))
+    return Neighbours(title.removeprefix("+ "), nearest)
 
 
-def told_apart(table: np.ndarray, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Says of each of these rows whether training has told it from the others (see ALIKE)."""
-    alike = (table[np.asarray(rows)] @ table.T > ALIKE).sum(axis=1) - 1  # without itself
-    return alike < OTHERS
+def told_apart(table: np.ndarray, row: int) -> bool:
+    """Says whether training has told this row from the others (see ALIKE)."""
+    return int((table @ table[row] > ALIKE).sum()) - 1 < OTHERS  # it is like itself
 
 
 def _place(places: dict[str, int], tokenizer: Tokenizer, word: str) -> int:

@@ -33,15 +33,14 @@ except ImportError:
 
 BLUE, COPPER, GREY = "#2166ac", "#b2622d", "#8c8c8c"
 DIVERGING = LinearSegmentedColormap.from_list("copper-blue", ["#8a4513", "#f7f5f2", "#1b4f8a"])
-WEIGHTS = "cividis"
 LINES = [BLUE, COPPER, "#1a1a1a", "#7b9fc9", "#d9a77f"]  # then again, dashed and dotted
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "hatch.color": "#b5b5b5",
-    "hatch.linewidth": 0.6,
+    "hatch.color": "#8c8c8c",
+    "hatch.linewidth": 0.7,
     "svg.fonttype": "none",
     "figure.constrained_layout.use": True,
 }
@@ -92,14 +91,14 @@ def masks(pieces: Sequence[str] = ("<s>", "ich", "liebe", "dich", "pad", "pad"))
     figure = Figure((9, 3.6))
     for axes, (name, mask) in zip(figure.subplots(1, 3), grids.items(), strict=True):
         allowed = np.broadcast_to(mask[0, 0], (len(pieces), len(pieces)))
-        _matrix(axes, allowed * 1.0, ~allowed, cmap=DIVERGING, vmin=-1, vmax=1.2)
+        _matrix(axes, allowed * 0.2, ~allowed)
         for edge in range(1, len(pieces)):
             axes.axhline(edge - 0.5, color="white", linewidth=1)
             axes.axvline(edge - 0.5, color="white", linewidth=1)
         _label(axes, pieces, pieces, 9)
         axes.set(title=name, xlabel="key")
         axes.set_ylabel("query" if name == "padding" else "")
-    figure.suptitle("A query may attend to blue keys; hatched ones are masked", fontsize=11)
+    figure.suptitle("A query may attend to the filled keys; hatched ones are masked", fontsize=11)
     return figure
 
 
@@ -124,31 +123,24 @@ def schedule(warmups: Sequence[int] = (4000,), steps: int = 100_000, d_model: in
 
 @matplotlib.rc_context(STYLE)
 def curves(workdirs: Sequence[str]) -> Figure:
-    """Draws loss, and BLEU where it was measured, over the steps of one or several runs.
+    """Draws loss and, where it was measured, BLEU over the steps of one or several runs.
 
     Raises UserError for a directory without a readable metrics.jsonl.
     """
-    runs = {Path(workdir).name: _metrics(Path(workdir) / "metrics.jsonl") for workdir in workdirs}
-    with_bleu = any("bleu" in row for rows in runs.values() for row in rows)
-    figure = Figure((9 if with_bleu else 6.5, 4.5))
-    panels = np.atleast_1d(figure.subplots(1, 1 + with_bleu))
-    for n, (name, rows) in enumerate(runs.items()):
-        style = _line(n)
-        panels[0].plot(
-            *_series(rows, "loss"), **{**style, "linewidth": 0.9}, label=f"{name}, training"
-        )
-        panels[0].plot(
-            *_series(rows, "validation_loss"), **style, marker="o", label=f"{name}, validation"
-        )
-        if with_bleu:
-            panels[1].plot(*_series(rows, "bleu"), **style, marker="o", label=name)
-    panels[0].set(title="Loss", xlabel="step", ylabel="nats per target token")
-    if with_bleu:
-        panels[1].set(title="Validation BLEU", xlabel="step", ylabel="BLEU")
-    for panel in panels:
-        panel.legend(frameon=False)
-        panel.xaxis.set_major_formatter("{x:,.0f}")
-    figure.suptitle("Training loss is label-smoothed, validation loss is not", fontsize=9)
+    figure = Figure((9, 4.5))
+    left, right = figure.subplots(1, 2, sharex=True)
+    for n, workdir in enumerate(workdirs):
+        name, rows = Path(workdir).name, _metrics(Path(workdir) / "metrics.jsonl")
+        style, measured = _line(n), _line(n) | {"marker": "o"}
+        left.plot(*_series(rows, "loss"), **style, alpha=0.6, label=f"{name}, training")
+        left.plot(*_series(rows, "validation_loss"), **measured, label=f"{name}, validation")
+        right.plot(*_series(rows, "bleu"), **measured, label=name)
+    left.set(title="Loss (training: with label smoothing)", ylabel="nats per target token")
+    right.set(title="Validation BLEU", ylabel="BLEU")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.legend(frameon=False)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     return figure
 
 
@@ -159,26 +151,22 @@ def attention(trace: Trace, site: str, layer: int | None = None, head: int | Non
     Raises UserError for a layer or head that the model does not have.
     """
     name, title = SITES[site]
-    weights = trace.arrays[f"{name}/weights"]
+    weights, (queries, keys) = trace.arrays[f"{name}/weights"], trace.sides(name)
     layers = _chosen("--layer", layer, weights.shape[0])
     heads = _chosen("--head", head, weights.shape[1])
-    queries = trace.source.pieces if site == "encoder" else trace.target_in
-    keys = trace.target_in if site == "decoder" else trace.source.pieces
     side = 6.0 if len(layers) * len(heads) == 1 else 2.4
     figure = Figure((side * len(heads) + 1.6, side * len(layers) + 1.4))
     panels = figure.subplots(len(layers), len(heads), squeeze=False)
-    hidden = np.triu(np.ones((len(queries), len(keys)), bool), 1) & (site == "decoder")
-    size = min(9.0, 0.75 * 72 * side / max(len(queries), len(keys)))
-    image = None
-    for row, layer in enumerate(layers):
-        for column, head in enumerate(heads):
-            axes = panels[row, column]
-            image = _matrix(axes, weights[layer, head], hidden, cmap=WEIGHTS, vmin=0, vmax=1)
-            last = row == len(layers) - 1
-            _label(axes, queries if column == 0 else (), keys if last else (), size)
-            axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=9)
+    hidden = np.triu(np.ones(weights.shape[2:], bool), 1) & (site == "decoder")
+    size = min(9.0, 54 * side / max(len(queries), len(keys)))  # points, 72 an inch
+    for (row, column), axes in np.ndenumerate(panels):
+        _matrix(axes, weights[layers[row], heads[column]], hidden)
+        below = keys if row == len(layers) - 1 else ()
+        _label(axes, queries if column == 0 else (), below, size)
+        axes.set_title(f"layer {layers[row] + 1}, head {heads[column] + 1}", fontsize=9)
     figure.suptitle(f"{title}: rows are queries, columns are keys", fontsize=11)
-    figure.colorbar(image, ax=panels, label="weight; the row of a query sums to 1", aspect=40)
+    about = "weight; the row of a query sums to 1"
+    figure.colorbar(panels[0, 0].images[0], ax=panels, label=about, aspect=40)
     return figure
 
 
@@ -190,22 +178,20 @@ def alignment(trace: Trace) -> Figure:
     """
     weights = trace.arrays["decoder/cross_attention/weights"][-1].mean(axis=0)
     rows, columns = trace.target.pieces, trace.source.pieces
-    cell = 0.42 if len(columns) <= 30 else 0.22
+    cell = 0.4 if len(columns) <= 30 else 0.2
     figure = Figure((cell * len(columns) + 3, cell * len(rows) + 2))
     axes = figure.subplots()
-    image = _matrix(axes, weights, None, cmap=WEIGHTS, vmin=0, vmax=1)
-    _label(axes, rows, columns, 9 if cell > 0.3 else 7)
+    _matrix(axes, weights, np.zeros(weights.shape, bool))
+    _label(axes, rows, columns, cell * 22)
     for (row, column), weight in np.ndenumerate(weights):
-        if weight >= 0.1 and cell > 0.3:
+        if weight >= 0.1:
             color = "black" if weight > 0.55 else "white"
-            axes.text(column, row, f"{weight:.0%}"[:-1], color=color, fontsize=8, **CENTRE)
+            place = {"ha": "center", "va": "center"}
+            axes.text(column, row, f"{100 * weight:.0f}", color=color, fontsize=cell * 20, **place)
     axes.set(xlabel="source piece", ylabel="target piece that is written")
     axes.set_title("Attention of the last decoder layer to the source, in percent")
-    figure.colorbar(image, ax=axes, label="weight, mean of the heads", aspect=30)
+    figure.colorbar(axes.images[0], ax=axes, label="weight, mean of the heads", aspect=30)
     return figure
-
-
-CENTRE: dict[str, Any] = {"ha": "center", "va": "center"}
 
 
 def _line(n: int) -> dict[str, Any]:
@@ -214,11 +200,12 @@ def _line(n: int) -> dict[str, Any]:
     return {"color": LINES[n % len(LINES)], "linestyle": dashes, "linewidth": 1.8}
 
 
-def _matrix(axes: Axes, values: np.ndarray, hidden: np.ndarray | None, **how: Any) -> Any:
-    """Draws a matrix with its first row on top; hidden cells show the hatched ground."""
+def _matrix(axes: Axes, weights: np.ndarray, hidden: np.ndarray) -> None:
+    """Draws weights with the first row on top; hidden cells show the hatched ground."""
     axes.patch.set(hatch="/////", facecolor="white", edgecolor=GREY)
     axes.spines[:].set_visible(True)
-    return axes.imshow(np.ma.array(values, mask=hidden), aspect="auto", **how)
+    shown = np.ma.array(weights, mask=hidden)
+    axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
 
 
 def _label(axes: Axes, rows: Sequence[str], columns: Sequence[str], size: float) -> None:

@@ -78,6 +78,12 @@ class Trace:
         sizes = {"L": c.num_layers, "S": len(self.source.ids), "T": length, "D": c.d_model}
         return sizes | {"H": c.num_heads, "K": c.d_k, "U": c.d_v, "F": c.d_ff, "V": vocab_size}
 
+    @property
+    def pieces(self) -> dict[str, list[str]]:
+        """The pieces of both sides, and of what the decoder reads, as an .npz names them."""
+        sides = {"source/pieces": self.source.pieces, "target/pieces": self.target.pieces}
+        return sides | {"decoder/pieces": self.target_in}
+
     def sides(self, site: str) -> tuple[list[str], list[str]]:
         """Returns the pieces of the queries and of the keys of a site of attention."""
         queries = self.source.pieces if site.startswith("encoder") else self.target_in

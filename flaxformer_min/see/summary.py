@@ -152,8 +152,10 @@ def _printed(summary: Summary, total: int) -> Iterator[str]:
     for millions, paper in PRINTED.items():
         if _sizes(model) == _sizes(paper):
             pieces = summary.vocab_size + (millions * 1e6 - total) / model.d_model
-            here = f"V = {summary.vocab_size:,} here"
-            yield f"The paper prints {millions} M and no exact V: V = {pieces:,.0f} gives it, {here}."
+            yield (
+                f"The paper prints {millions} M and no exact V: "
+                f"V = {pieces:,.0f} gives that, here V = {summary.vocab_size:,}."
+            )
 
 
 def _sizes(model: ModelConfig) -> tuple[int, ...]:

@@ -80,7 +80,8 @@ def _embedding(trace: Trace) -> Iterator[str]:
     for part, x in (("encoder", "x"), ("decoder", "y")):
         yield from ("", f"Embedding and position of the {part}'s input (3.4, 3.5)", HEAD)
         yield from (_array(trace, f"{part}/{n}", x=x) for n in ("embedding", "positions", "input"))
-    yield f"  sqrt(D) = {trace.config.d_model**0.5:.2f}. The decoder reads the target shifted right:"
+    root = trace.config.d_model**0.5
+    yield f"  sqrt(D) = {root:.2f}. The decoder reads the target shifted right by one:"
     yield from flow([f"{n} {piece}" for n, piece in enumerate(trace.target_in, 1)])
 
 
@@ -112,7 +113,7 @@ def _site(trace: Trace, site: str, layer: int, names: dict[str, str]) -> Iterato
     for query, row, cells in zip(queries, weights, grouped, strict=True):
         order = [k for k in np.argsort(-row, kind="stable")[:2] if row[k] >= 0.005]
         best = "  ".join(f"{keys[k]} {row[k]:.0%}" for k in order)
-        picture = "".join(map(_shade, cells))
+        picture = "".join(map(_shade, cells.tolist()))
         yield f"  {fit(query, 12)} |{picture}|  {fit(best, WIDTH - 19 - len(picture))}"
 
 
