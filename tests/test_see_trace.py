@@ -106,7 +106,7 @@ def test_without_a_target_the_trace_is_of_what_the_model_writes_greedily(transla
     (found,) = translator.translate(PAIR[:1], Options(beam_size=1))
     trace = trace_sentence(translator, PAIR[0])
     assert (trace.translation, trace.target.ids) == (found.text, list(found.tokens))
-    assert sum(trace.log_probs) == pytest.approx(found.log_prob, abs=1e-5)
+    assert sum(trace.log_probs) == pytest.approx(found.log_prob, rel=1e-6)
 
 
 @pytest.mark.run

@@ -95,7 +95,7 @@ def masks(pieces: Sequence[str] = ("<s>", "ich", "liebe", "dich", "pad", "pad"))
         for edge in range(1, len(pieces)):
             axes.axhline(edge - 0.5, color="white", linewidth=1)
             axes.axvline(edge - 0.5, color="white", linewidth=1)
-        _label(axes, pieces, pieces, 9)
+        _label(axes, pieces, pieces, 9.0)
         axes.set(title=name, xlabel="key")
         axes.set_ylabel("query" if name == "padding" else "")
     figure.suptitle("A query may attend to the filled keys; hatched ones are masked", fontsize=11)

@@ -142,7 +142,7 @@ def to_text(summary: Summary) -> Iterator[str]:
     yield f"\n{f'memory, {EXAMPLE} + {EXAMPLE} tokens a sentence':<45}{'bytes':>16}{'MiB':>10}"
     for name, size in summary.bytes.items():
         yield f"{name:<45}{size:>16,}{size / 2**20:>10,.2f}"
-    yield "Activations (rows x S x T): all that JAX keeps for the backward pass, by formula;"
+    yield "Activations (rows x S x T): what JAX keeps for the backward pass, by formula;"
     yield "the compiled step may keep less."
 
 

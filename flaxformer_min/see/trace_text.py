@@ -109,7 +109,7 @@ def _site(trace: Trace, site: str, layer: int, names: dict[str, str]) -> Iterato
     weights = trace.arrays[f"{site}/weights"][layer].mean(axis=0)
     share = -(-len(keys) // KEYS)  # neighbouring keys in one column, which shows the largest
     grouped = np.maximum.reduceat(weights, range(0, len(keys), share), axis=1)
-    yield f"  A, mean of the heads: a row a query, {share} key a column, · is masked, then the best"
+    yield f"  A, mean of the heads: rows are queries, {share} key a column, · is masked"
     for query, row, cells in zip(queries, weights, grouped, strict=True):
         order = [k for k in np.argsort(-row, kind="stable")[:2] if row[k] >= 0.005]
         best = "  ".join(f"{keys[k]} {row[k]:.0%}" for k in order)
