@@ -315,6 +315,11 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("dir", metavar="DIR", help="a workdir")
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
     flag("--output", required=True, help="the folder to write")
+    _add_verbs_that_show(verb)
+    return parser
+
+
+def _add_verbs_that_show(verb: Callable[..., _Parser]) -> None:
     flag = _add_one_model(verb(trace))
     flag("sentence", type=_text, help="a sentence of the source language")
     flag("--target", type=_text, help="its translation; the model's own, greedy, by default")
@@ -330,7 +335,6 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("--pooled", action="store_true", help="of --output: the mean of each line's states")
     flag("--word", type=_text, help="print cosines of its vectors: alone, and in each line")
     _add_figures(verb(plot))
-    return parser
 
 
 def _add_one_model(parser: _Parser) -> Callable[..., Any]:

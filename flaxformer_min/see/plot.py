@@ -35,12 +35,10 @@ BLUE, COPPER, GREY = "#2166ac", "#b2622d", "#8c8c8c"
 DIVERGING = LinearSegmentedColormap.from_list("copper-blue", ["#8a4513", "#f7f5f2", "#1b4f8a"])
 LINES = [BLUE, COPPER, "#1a1a1a", "#7b9fc9", "#d9a77f"]  # then again, dashed and dotted
 STYLE = {
-    "font.size": 10,
     "axes.titlesize": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "hatch.color": "#8c8c8c",
-    "hatch.linewidth": 0.7,
     "svg.fonttype": "none",
     "figure.constrained_layout.use": True,
 }
