@@ -162,7 +162,10 @@ def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, st
     assert capsysbinary.readouterr().out.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("verb", ["", "train", "translate", "score", "evaluate", "average"])
+SEE = ["trace", "summary", "neighbours", "encode", "plot", "plot attention"]
+
+
+@pytest.mark.parametrize("verb", ["", "train", "translate", "score", "evaluate", "average", *SEE])
 def test_help_is_there_without_loading_anything(verb, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(*verb.split(), "--help")

@@ -4,6 +4,7 @@ Letters: B batch, H heads, T queries, S keys, K width of a query and a key, U wi
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,15 @@ Weights = Float[Array, "B H T S"]
 Context = Float[Array, "B H T U"]
 
 
+class Attended(NamedTuple):
+    """Attention step by step: S = Q K^T, S / sqrt(d_k), the weights and the output."""
+
+    scores: Weights
+    scaled_scores: Weights  # not masked: a masked key has a score, and weight 0
+    weights: Weights  # before dropout
+    context: Context  # the output, softmax(...) V
+
+
 def scaled_dot_product_attention(
     query: Query, key: Keys, value: Values, mask: Mask, *, return_weights: bool = False
 ) -> Context | tuple[Context, Weights]:
@@ -27,7 +37,7 @@ def scaled_dot_product_attention(
     softmax over nothing would be NaN. Scores and softmax are computed in at least float32, whatever
     the dtype of the inputs is; the output has the dtype of `value`.
     """
-    output, weights = attend(query, key, value, mask)
+    *_, weights, output = attend(query, key, value, mask)
     return (output, weights) if return_weights else output
 
 
@@ -37,8 +47,8 @@ def attend(
     value: Values,
     mask: Mask,
     drop: Callable[[Weights], Weights] | None = None,
-) -> tuple[Context, Weights]:
-    """Returns the output of `scaled_dot_product_attention` and the weights [B, H, T, S].
+) -> Attended:
+    """Does what `scaled_dot_product_attention` does and returns what it computed on the way.
 
     In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
     whereas the weights that are returned are those before dropout.
@@ -47,10 +57,11 @@ def attend(
     scores = jnp.einsum(
         "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
     )
-    weights = masked_softmax(scores / query.shape[-1] ** 0.5, mask)
+    scaled = scores / query.shape[-1] ** 0.5
+    weights = masked_softmax(scaled, mask)
     kept = weights if drop is None else drop(weights)
     output = jnp.einsum("BHTS,BHSU->BHTU", kept.astype(value.dtype), value, precision="highest")
-    return output, weights
+    return Attended(scores, scaled, weights, output)
 
 
 def masked_softmax(scores: Weights, mask: Mask) -> Weights:

@@ -24,7 +24,7 @@ from flaxformer_min.model.layers import (
 )
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import sinusoidal_positions
-from flaxformer_min.model.taps import Taps
+from flaxformer_min.model.taps import Taps, note
 
 Source = Int[Array, "B S"]  # token ids
 Target = Int[Array, "B T"]
@@ -61,7 +61,7 @@ class Transformer(nnx.Module):
     ) -> Memory:
         """Encodes source ids [B, S] as memory [B, S, D], the last encoder layer's output."""
         table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
-        x = self.embed(table, source, self.positions("source", source.shape[1])[None])
+        x = self.embed(table, source, self.positions("source", source.shape[1])[None], taps)
         return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
 
     def decode_states(
@@ -76,7 +76,7 @@ class Transformer(nnx.Module):
     ) -> States:
         """Returns decoder states [B, T, D] for shifted target ids [B, T] and memory [B, S, D]."""
         positions = self.positions("target", target_in.shape[1])[None]
-        x = self.embed(self.embedding, target_in, positions)
+        x = self.embed(self.embedding, target_in, positions, taps)
         context = (memory, target_mask, source_mask)
         return run_layers(self.decoder, x, context, self.config, key, taps)
 
@@ -111,10 +111,14 @@ class Transformer(nnx.Module):
         table = self.source_positions if side == "source" else self.target_positions
         return table[...][:length]
 
-    def embed(self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"]) -> States:
+    def embed(
+        self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"], taps: Taps = None
+    ) -> States:
         """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`."""
         scaled = table[...][ids] * self.config.d_model**0.5
-        return (scaled + positions).astype(self.dtype)
+        x = (scaled + positions).astype(self.dtype)
+        note(taps, embedding=scaled, positions=positions, input=x)
+        return x
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -158,8 +162,7 @@ def run_layers(
         x, seen = jax.lax.scan(one, x, _stacked(parts))
     else:
         x, seen = _unrolled(one, x, parts)
-    if taps is not None and seen is not None:
-        taps.update(seen)
+    note(taps, **(seen or {}), states=x)
     return x
 
 
