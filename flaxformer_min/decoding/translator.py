@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.data.batch import padded
@@ -35,6 +37,7 @@ from flaxformer_min.decoding.sentences import (
     encode_sentences,
     pad_sentences,
 )
+from flaxformer_min.decoding.texts import checked_pairs, checked_prefixes, checked_texts
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
@@ -104,9 +107,14 @@ class Translator:
         self._everywhere = NamedSharding(mesh, P())
         models = [config.model, *(model for model, _ in others)]
         self._longest = min(model.max_length for model in models)
-        self._others = tuple(jax.device_put(other, self._everywhere) for _, other in others)
+        graphdefs, self._shapes = zip(
+            *(split_model(model, tokenizer.vocab_size) for model in models), strict=True
+        )
         self.params = params
-        graphdefs = tuple(split_model(model, tokenizer.vocab_size)[0] for model in models)
+        self._others = tuple(
+            jax.device_put(_fitting(other, shapes), self._everywhere)
+            for (_, other), shapes in zip(others, self._shapes[1:], strict=True)
+        )
         search = functools.partial(search_batch, graphdefs, tokenizer, self._longest)
         self._search = on_devices(search, mesh)
         self._score = on_devices(functools.partial(score_batch, graphdefs, tokenizer), mesh)
@@ -141,7 +149,7 @@ class Translator:
 
     @params.setter
     def params(self, params: Params) -> None:
-        self._params = jax.device_put(params, self._everywhere)
+        self._params = jax.device_put(_fitting(params, self._shapes[0]), self._everywhere)
 
     def translate(
         self,
@@ -158,7 +166,8 @@ class Translator:
         number, where lines[0] has number `first_line`. The translation of lines[n] begins with
         prefixes[n], if that is not blank; the prefix counts in the score and towards the length.
         Raises UserError for options that are out of range or contradict each other, and for
-        attention weights of an ensemble.
+        attention weights of an ensemble; TypeError for a bare string and for what is no string;
+        ValueError for more or fewer prefixes than lines.
         """
         translations = [EMPTY] * len(lines)
         for batch in self.decode(lines, options, prefixes=prefixes, first_line=first_line):
@@ -174,11 +183,13 @@ class Translator:
         prefixes: Sequence[str] | None = None,
         first_line: int = 1,
     ) -> Iterator[list[tuple[int, Translation]]]:
-        """Yields the (place, Translation) of every line that is not blank, batch by batch.
+        """Iterates over the (place, Translation) of every line that is not blank, by batches.
 
         `place` is the line's index in `lines`. The caller may stop between two batches. The
-        arguments and errors are those of `translate`.
+        arguments and errors are those of `translate`; errors come at once.
         """
+        lines = checked_texts(lines, "lines", "translate([text])")
+        prefixes = checked_prefixes(prefixes, len(lines))
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
@@ -197,7 +208,7 @@ class Translator:
         # Attention weights are large, so that fewer lines are in a batch.
         lines_per_row = 1 if options.attention else LINES_PER_ROW
         batches = self._batches([sentence.length for sentence in sentences], lines_per_row)
-        yield from map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
+        return map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """Returns the log-probability of each pair's target given its source, in nats, in order.
@@ -213,15 +224,13 @@ class Translator:
     ) -> list[TokenScores]:
         """Returns the log-probability of each token of each pair's target, in nats, in order.
 
-        `score` returns their sums.
+        `score` returns their sums. What is no pair of strings is a TypeError.
         """
+        lines_of_sources, lines_of_targets = checked_pairs(pairs)
         numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
         sources, targets = (
             encode_lines(self.tokenizer, lines, numbers, self._longest, side)
-            for side, lines in (
-                ("source", [source for source, _ in pairs]),
-                ("target", [target for _, target in pairs]),
-            )
+            for side, lines in (("source", lines_of_sources), ("target", lines_of_targets))
         )
         scored = [TokenScores((), ())] * len(pairs)
         lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
@@ -275,6 +284,21 @@ class Translator:
                 count = max(1, int(np.sum(found.lengths[row] > 0)))
                 best, *others = (hypothesis(row, rank) for rank in range(count))
                 yield sentence.place, dataclasses.replace(best, others=tuple(others))
+
+
+def _fitting(params: Params, shapes: Params) -> Params:
+    """Returns the parameters, or raises ValueError for those of another model or vocabulary.
+
+    An empty tree stands for parameters that come later.
+    """
+
+    def described(tree: Params) -> dict[str, jax.ShapeDtypeStruct]:
+        leaves = named_leaves(tree).items()
+        return {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for name, leaf in leaves}
+
+    if params and (wrong := difference(described(params), described(shapes))):
+        raise ValueError(f"params (there) do not fit config and tokenizer (here): {wrong}")
+    return params
 
 
 def _weigh(

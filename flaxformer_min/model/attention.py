@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from flaxformer_min.model.shapes import BOOLEANS, FLOATS, check
+
 Query = Float[Array, "B H T K"]
 Keys = Float[Array, "B H S K"]
 Values = Float[Array, "B H S U"]
@@ -26,6 +28,9 @@ def scaled_dot_product_attention(
     masked key has weight exactly 0. A query with no allowed key has weights and output 0, where a
     softmax over nothing would be NaN. Scores and softmax are computed in at least float32, whatever
     the dtype of the inputs is; the output has the dtype of `value`.
+
+    A mask that is not boolean, or inputs that are not floating, are a TypeError; shapes that do not
+    fit are a ValueError.
     """
     output, weights = attend(query, key, value, mask)
     return (output, weights) if return_weights else output
@@ -43,6 +48,7 @@ def attend(
     In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
     whereas the weights that are returned are those before dropout.
     """
+    _check(query, key, value, mask)
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum(
         "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
@@ -60,6 +66,7 @@ def masked_softmax(scores: Weights, mask: Mask) -> Weights:
     lowest finite number stands for minus infinity: a query without an allowed key then has a finite
     softmax, and finite gradients, before the outer `where` sets it to 0.
     """
+    check(scores=(scores, FLOATS, "B H T S"), mask=(mask, BOOLEANS, "#B #H #T S"))
     lowest = jnp.finfo(scores.dtype).min
     return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1), 0)
 
@@ -70,6 +77,17 @@ def cudnn_attention(query: Query, key: Keys, value: Keys, mask: Mask) -> Query:
     It needs an NVIDIA GPU, bfloat16 and values as wide as keys (U = K). A query with no allowed key
     gets the mean of the values instead of 0.
     """
+    _check(query, key, value, mask)
     heads_inside = (x.swapaxes(1, 2) for x in (query, key, value))
     context = jax.nn.dot_product_attention(*heads_inside, mask=mask, implementation="cudnn")
     return context.swapaxes(1, 2)
+
+
+def _check(query: Query, key: Keys, value: Values, mask: Mask) -> None:
+    """Refuses inputs of attention that are not floating, not boolean or do not fit together."""
+    check(
+        query=(query, FLOATS, "B H T K"),
+        key=(key, FLOATS, "B H S K"),
+        value=(value, FLOATS, "B H S U"),
+        mask=(mask, BOOLEANS, "#B #H #T S"),
+    )

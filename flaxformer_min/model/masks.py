@@ -7,12 +7,16 @@ causal_mask(T)`.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from flaxformer_min.model.shapes import IDS, check, check_length
+
 
 def padding_mask(ids: Int[Array, "B S"], pad_id: int = 0) -> Bool[Array, "B 1 1 S"]:
     """Hides the keys that are padding from every query: ids [B, S] -> mask [B, 1, 1, S]."""
+    check(ids=(ids, IDS, "B S"))
     return (ids != pad_id)[:, None, None, :]
 
 
 def causal_mask(length: int) -> Bool[Array, "1 1 T T"]:
     """Hides the future: query t may attend to keys 0 to t. With T = length it is [1, 1, T, T]."""
+    check_length(length)
     return jnp.tril(jnp.ones((1, 1, length, length), dtype=bool))

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flaxformer_min.config import ModelConfig
+from flaxformer_min.config import RANGES, ModelConfig
 from flaxformer_min.model.dropout import MaybeKey, dropout, split
 from flaxformer_min.model.layers import (
     DecoderLayer,
@@ -24,6 +25,7 @@ from flaxformer_min.model.layers import (
 )
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import sinusoidal_positions
+from flaxformer_min.model.shapes import BOOLEANS, FLOATS, IDS, check
 from flaxformer_min.model.taps import Taps
 
 Source = Int[Array, "B S"]  # token ids
@@ -41,6 +43,7 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        _check_sizes(config, vocab_size)
         self.config = config
         layers = config.num_layers, config.num_decoder_layers or config.num_layers
         self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(layers[0])])
@@ -60,6 +63,7 @@ class Transformer(nnx.Module):
         self, source: Source, source_mask: SourceMask, *, key: MaybeKey = None, taps: Taps = None
     ) -> Memory:
         """Encodes source ids [B, S] as memory [B, S, D], the last encoder layer's output."""
+        check(source=(source, IDS, "B S"), source_mask=(source_mask, BOOLEANS, "#B 1 1 S"))
         table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
         x = self.embed(table, source, self.positions("source", source.shape[1])[None])
         return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
@@ -75,6 +79,12 @@ class Transformer(nnx.Module):
         taps: Taps = None,
     ) -> States:
         """Returns decoder states [B, T, D] for shifted target ids [B, T] and memory [B, S, D]."""
+        check(
+            target_in=(target_in, IDS, "B T"),
+            memory=(memory, FLOATS, "B S D"),
+            target_mask=(target_mask, BOOLEANS, "#B 1 T T"),
+            source_mask=(source_mask, BOOLEANS, "#B 1 1 S"),
+        )
         positions = self.positions("target", target_in.shape[1])[None]
         x = self.embed(self.embedding, target_in, positions)
         context = (memory, target_mask, source_mask)
@@ -112,7 +122,13 @@ class Transformer(nnx.Module):
         return table[...][:length]
 
     def embed(self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"]) -> States:
-        """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`."""
+        """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`.
+
+        Ids that a NumPy array holds must be below V; on a device, others are clamped by XLA.
+        """
+        if isinstance(ids, np.ndarray) and not (0 <= ids.min() <= ids.max() < len(table[...])):
+            wrong = f"ids are from {ids.min()} to {ids.max()}"
+            raise ValueError(f"{wrong}: they must be from 0 to {len(table[...]) - 1}")
         scaled = table[...][ids] * self.config.d_model**0.5
         return (scaled + positions).astype(self.dtype)
 
@@ -121,6 +137,18 @@ class Transformer(nnx.Module):
         """The dtype of activations: bfloat16 if the config says so, else that of the weights."""
         bfloat16 = self.config.compute_dtype == "bfloat16"
         return jnp.dtype(jnp.bfloat16) if bfloat16 else self.embedding[...].dtype
+
+
+def _check_sizes(config: ModelConfig, vocab_size: int) -> None:
+    """Refuses, with a ValueError, a network that cannot be built."""
+    for name, value in vars(config).items():
+        allowed = RANGES.get(f"model.{name}")
+        if allowed is not None and not allowed.holds(value):
+            raise ValueError(f"{name} is {value}: it must be {allowed.rule}")
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size is {vocab_size}: it must be at least 1")
+    if config.positions == "sinusoidal":
+        sinusoidal_positions(1, config.d_model)  # an odd d_model is an error
 
 
 def run_layers(
