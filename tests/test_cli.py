@@ -14,6 +14,7 @@ import pytest
 from flaxformer_min import cli
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.system import malloc
 from flaxformer_min.system.sealed import CheckpointError
 from flaxformer_min.training import loop
 from tools import tiny_config
@@ -350,3 +351,11 @@ def test_threads_that_come_back_to_a_closed_event_loop_say_nothing(monkeypatch):
     for event in events:
         cli.unraisable(event)
     assert said == events[1:]
+
+
+def test_train_keeps_the_work_space_of_a_step_before_anything_runs(monkeypatch, tmp_path):
+    events = []
+    monkeypatch.setattr(malloc, "keep_work_space", lambda: events.append("kept"))
+    monkeypatch.setattr(loop, "run", lambda *arguments, **options: events.append("run") or 0)
+    assert main(*tiny_train(tmp_path, tmp_path / "run")) == 0
+    assert events == ["kept", "run"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -369,3 +370,13 @@ def test_a_trace_begins_after_ten_steps_where_there_are_so_many(
         found += [step] * len(running)
     profiler.close()
     assert (found, running) == (traced, [])
+
+
+def test_a_run_for_which_the_disk_has_no_space_is_refused_before_its_first_step(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(UserError, match=r"0 bytes are free and .* needed, for 5 checkpoints"):
+        loop.run(tiny, tmp_path)
+    assert steps_of(tmp_path) == []
+    assert not (tmp_path / "metrics.jsonl").exists()

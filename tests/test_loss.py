@@ -208,3 +208,15 @@ def test_the_logits_bias_of_marians_models_counts_in_the_loss_and_has_the_gradie
         gradients,
         wanted_gradients,
     )
+
+
+@pytest.mark.run
+def test_padding_of_another_id_changes_no_sum_and_id_0_is_then_a_token():
+    config = VARIANTS["narrow heads"]
+    graphdef, params = split_model(config, VOCAB_SIZE)[0], random_params(config)
+    loss = jax.jit(make_loss(graphdef, pad_id=17, bos_id=2, smoothing=0.1))
+    alone = Batch(np.array([[5, 0, 9]]), np.array([[0, 7, 0, 3]]))
+    padded = Batch(*(np.pad(side, ((0, 0), (0, 2)), constant_values=17) for side in alone))
+    (total, tokens), (also, as_many) = (loss(params, batch, None) for batch in (alone, padded))
+    np.testing.assert_allclose(also, total, rtol=1e-5)
+    assert (tokens, as_many) == (4, 4)

@@ -479,3 +479,16 @@ def test_shapes_and_weights_come_from_modules_that_were_built_once(monkeypatch):
         params = jax.jit(lambda s=seed: init_state(config, VOCAB_SIZE, optax.sgd(1.0), s))().params
         assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
     assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    ("knobs", "loops", "recomputed"),
+    [({}, 0, 0), ({"remat": True}, 0, 3), ({"scan_layers": True}, 1, 0)],
+)
+def test_the_traced_program_loops_over_layers_or_marks_them_as_asked(knobs, loops, recomputed):
+    config = dataclasses.replace(CONFIG, num_layers=3, num_decoder_layers=None, **knobs)
+    params, mask = random_params(config), padding_mask(SOURCE)
+    program = jax.make_jaxpr(lambda params: build(config, params).encode(SOURCE, mask))(params)
+    names = [each.primitive.name for each in equations(program.jaxpr)]
+    assert names.count("scan") == loops
+    assert sum(name in ("checkpoint", "remat", "remat2") for name in names) == recomputed

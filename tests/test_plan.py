@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from flaxformer_min.data.batch import Bucket
 from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID
 from flaxformer_min.errors import UserError
 from flaxformer_min.planning import plan
-from flaxformer_min.planning.chips import CHIPS
+from flaxformer_min.planning.chips import CHIPS, Chip
 from flaxformer_min.planning.report import to_json, to_text
 from flaxformer_min.training.sharding import make_mesh
 from flaxformer_min.training.step import StepProgram
@@ -173,3 +174,46 @@ def test_without_libtpu_a_tpu_cannot_be_planned_for(capsys):
     command = ["plan", "--config", tiny_config.__file__ + ":.", "--topology", "v5e:2x4"]
     assert main(command) == 2
     assert "pip install -e '.[tpu]'" in capsys.readouterr().err
+
+
+def test_the_clocks_are_those_of_the_chips():
+    """Gigahertz, as reports of the chips' users have them."""
+    clocks = {name: chip.clock and round(chip.clock / 1e9, 2) for name, chip in CHIPS.items()}
+    assert clocks == {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "cpu": None}
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_seconds_are_cycles_at_the_clock_and_bytes_at_the_links_an_all_reduce_crossing_twice(
+    monkeypatch,
+):
+    text = """HloModule step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %ag = f32[250]{0} all-gather(%p), dimensions={0}
+  %ar = f32[500]{0} all-reduce(%ag), to_apply=%add
+  ROOT %out = f32[8]{0} fusion(%ar), backend_config={"estimated_cycles":"600"}
+}
+"""
+    stats = SimpleNamespace(
+        argument_size_in_bytes=7,
+        output_size_in_bytes=5,
+        alias_size_in_bytes=3,
+        temp_size_in_bytes=11,
+        generated_code_size_in_bytes=13,
+    )
+    compiled = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: stats)
+    shapes = SimpleNamespace(params={}, opt_state={})
+    program = SimpleNamespace(compile=lambda bucket: compiled, shapes=shapes)
+    monkeypatch.setattr(plan, "StepProgram", lambda *arguments, **ids: program)
+    chip = Chip(clock=200.0, interconnect=1000.0)
+    config, bucket = tiny_config.get_config("."), Bucket(3, 5, 7)
+    found = plan.plan_shape(config, make_mesh(config.mesh), chip, bucket, 0.5)
+    assert found.compute_seconds == 600 / 200
+    assert found.collective_seconds == (4 * 250 + 2 * 4 * 500) / 1000
+    assert found.seconds == 3 + 5 and found.tokens_per_second == 3 * 7 / 8
+    wanted = {"other arguments": 7, "results": 5 - 3, "temporaries": 11, "code": 13}
+    assert found.memory == {"parameters": 0, "optimizer": 0} | wanted

@@ -1,6 +1,7 @@
 """Every change to a checkpoint's bytes is noticed and laid to the file in which it is."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.retention import newest_good
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import (
+    MANIFEST,
     CheckpointError,
     delete,
     publish,
@@ -251,3 +253,26 @@ def test_what_a_killed_writer_left_is_not_in_what_is_published(tmp_path):
     with publish(tmp_path / "a") as new:
         (new / "file").write_text("whole")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["file", "manifest.json"]
+
+
+def test_every_file_is_on_the_disk_before_the_manifest_gets_its_name(tmp_path, monkeypatch):
+    for name in ("a", "b/c", "b/d"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(number):
+        events.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def replaced(source, target):
+        events.append(f"-> {target}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", replaced)
+    seal(tmp_path)
+    named = events.index(f"-> {tmp_path / MANIFEST}")
+    before = {str(tmp_path / name) for name in ("a", "b", "b/c", "b/d", ".")}
+    assert before <= set(events[:named]) and str(tmp_path.parent) in events[:named]
+    assert str(tmp_path) in events[named:]

@@ -23,7 +23,7 @@ from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.sharding import AXES, ROWS, make_mesh, shardings
 from flaxformer_min.training.state import TrainState, init_state
-from flaxformer_min.training.step import make_train_step
+from flaxformer_min.training.step import gradient_sums, make_train_step
 
 PAD, BOS, EOS, VOCAB = 0, 2, 3, 48
 MODEL = ModelConfig(num_layers=1, d_model=16, d_ff=32, num_heads=2, d_k=8, d_v=8, dropout=0.0)
@@ -275,3 +275,29 @@ def test_parameters_are_counted_by_the_paper_s_formula():
     assert count_parameters(fresh_state().params) == (
         layers + feed_forward + norms + VOCAB * MODEL.d_model
     )
+
+
+# A loss whose gradient is known
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_the_logged_norm_is_that_of_the_gradient_of_the_mean_loss(accumulation):
+    batch = np.arange(24.0).reshape(8, 3).astype(np.float32) - 7
+
+    def loss(params, batch, key):
+        return (batch * params["weights"]).sum(), jnp.float32(5 * len(batch))
+
+    zero, params = jnp.int32(0), {"weights": jnp.ones((1, 3))}
+    state = TrainState(zero, params, params, zero, zero)
+    _, metrics = make_train_step(loss, KEEP_GRADIENT, accumulation)(state, batch, KEY)
+    np.testing.assert_allclose(metrics.gradient_norm, np.linalg.norm(batch.sum(0) / 40), rtol=1e-6)
+    np.testing.assert_allclose(metrics.loss, batch.sum() / 40, rtol=1e-6)
+
+
+def test_every_micro_batch_has_a_key_of_its_own():
+    def loss(params, batch, key):
+        return jax.random.normal(key, (5,)) @ params["weights"], jnp.float32(1)
+
+    _, gradient = gradient_sums(loss, {"weights": jnp.ones(5)}, jnp.ones((6, 2)), KEY, 3)
+    each = [jax.random.normal(jax.random.fold_in(KEY, number), (5,)) for number in range(3)]
+    np.testing.assert_allclose(gradient["weights"], np.sum(each, axis=0), rtol=1e-5)

@@ -4,12 +4,11 @@ Letters: B batch, H heads, T queries, S keys, K width of a query and a key, U wi
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
-
-from flaxformer_min.model.shapes import BOOLEANS, FLOATS, check
 
 Query = Float[Array, "B H T K"]
 Keys = Float[Array, "B H S K"]
@@ -17,6 +16,10 @@ Values = Float[Array, "B H S U"]
 Mask = Bool[Array, "#B #H #T S"]  # True = may attend
 Weights = Float[Array, "B H T S"]
 Context = Float[Array, "B H T U"]
+
+# The kinds of arrays that `check` knows.
+FLOATS, IDS, BOOLEANS = jnp.floating, jnp.integer, jnp.bool_
+_MEANT = {FLOATS: "floating", IDS: "integer token ids", BOOLEANS: "boolean, True = may attend"}
 
 
 def scaled_dot_product_attention(
@@ -91,3 +94,29 @@ def _check(query: Query, key: Keys, value: Values, mask: Mask) -> None:
         value=(value, FLOATS, "B H S U"),
         mask=(mask, BOOLEANS, "#B #H #T S"),
     )
+
+
+def check(**arrays: tuple[Any, type, str]) -> None:
+    """Refuses arrays of another dtype or shape than is meant, while a function is traced.
+
+    An argument is the name of an array; its value is the array, its kind and its axes in the
+    paper's letters. A letter has the same size wherever it stands; with "#" an axis of 1 will do:
+
+        check(query=(query, FLOATS, "B H T K"), mask=(mask, BOOLEANS, "#B #H #T S"))
+
+    Raises TypeError for the dtype and ValueError for the shape; both name the array.
+    """
+    sizes = {"1": 1}
+    for name, (array, kind, letters) in arrays.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, kind):
+            raise TypeError(f"{name} is {dtype or type(array).__name__}: it must be {_MEANT[kind]}")
+        known, axes = dict(sizes), letters.split()
+        fits = array.ndim == len(axes)
+        for axis, size in zip(axes, array.shape, strict=False):
+            if axis[0] != "#" or size != 1:
+                fits &= sizes.setdefault(axis.strip("#"), size) == size
+        if not fits:
+            given = "".join(f", {axis} = {known[axis]}" for axis in known if axis.isalpha())
+            wanted = f"[{', '.join(axes)}]{given}" + ' ("#": or 1)' * ("#" in letters)
+            raise ValueError(f"{name} has shape {list(array.shape)}: it must be {wanted}")

@@ -3,8 +3,6 @@
 import numpy as np
 from jaxtyping import Float
 
-from flaxformer_min.model.shapes import check_length
-
 
 def sinusoidal_positions(length: int, d_model: int) -> Float[np.ndarray, "length D"]:
     """Returns the table of encodings for positions 0 to length - 1, [length, D], float32.
@@ -14,7 +12,8 @@ def sinusoidal_positions(length: int, d_model: int) -> Float[np.ndarray, "length
     host, so that late positions lose no digits to a float32 angle; under jit it is a constant.
     Raises ValueError if D is odd.
     """
-    check_length(length)
+    if length < 1:
+        raise ValueError(f"length is {length}: it must be at least 1")
     if d_model < 1 or d_model % 2:
         raise ValueError(f"d_model is {d_model}: it must be even, for sines and cosines alternate")
     angle = np.arange(length)[:, None] / 10000 ** (np.arange(0, d_model, 2) / d_model)

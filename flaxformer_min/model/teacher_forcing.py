@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
+from flaxformer_min.model.attention import IDS, check
 from flaxformer_min.model.dropout import MaybeKey, split
 from flaxformer_min.model.layers import States
 from flaxformer_min.model.masks import causal_mask, padding_mask
-from flaxformer_min.model.shapes import IDS, check
 from flaxformer_min.model.taps import Taps, inside
 from flaxformer_min.model.transformer import Source, Target, Transformer
 

@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flaxformer_min.config import RANGES, ModelConfig
+from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.attention import BOOLEANS, FLOATS, IDS, check
 from flaxformer_min.model.dropout import MaybeKey, dropout, split
 from flaxformer_min.model.layers import (
     DecoderLayer,
@@ -25,7 +26,6 @@ from flaxformer_min.model.layers import (
 )
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import sinusoidal_positions
-from flaxformer_min.model.shapes import BOOLEANS, FLOATS, IDS, check
 from flaxformer_min.model.taps import Taps
 
 Source = Int[Array, "B S"]  # token ids
@@ -43,7 +43,10 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
-        _check_sizes(config, vocab_size)
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}: it must be at least 1")
+        if config.positions == "sinusoidal":
+            sinusoidal_positions(1, config.d_model)  # it refuses an odd d_model
         self.config = config
         layers = config.num_layers, config.num_decoder_layers or config.num_layers
         self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(layers[0])])
@@ -137,18 +140,6 @@ class Transformer(nnx.Module):
         """The dtype of activations: bfloat16 if the config says so, else that of the weights."""
         bfloat16 = self.config.compute_dtype == "bfloat16"
         return jnp.dtype(jnp.bfloat16) if bfloat16 else self.embedding[...].dtype
-
-
-def _check_sizes(config: ModelConfig, vocab_size: int) -> None:
-    """Refuses, with a ValueError, a network that cannot be built."""
-    for name, value in vars(config).items():
-        allowed = RANGES.get(f"model.{name}")
-        if allowed is not None and not allowed.holds(value):
-            raise ValueError(f"{name} is {value}: it must be {allowed.rule}")
-    if vocab_size < 1:
-        raise ValueError(f"vocab_size is {vocab_size}: it must be at least 1")
-    if config.positions == "sinusoidal":
-        sinusoidal_positions(1, config.d_model)  # an odd d_model is an error
 
 
 def run_layers(
