@@ -1,12 +1,20 @@
 """What the compiled functions make of padded ids, piece by piece."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.programs import _limits, _rank_draws, _repeat, encode_sources
+from flaxformer_min.decoding.programs import (
+    Ready,
+    _keys,
+    _limits,
+    _rank_draws,
+    _repeat,
+    encode_sources,
+)
 from flaxformer_min.decoding.search import Hypotheses
-from flaxformer_min.decoding.sentences import PaddedSentences
+from flaxformer_min.decoding.sentences import PaddedSentences, Sentence, pad_sentences
 
 DRAWS = jnp.array([[3, 0], [5, 0]], jnp.uint32)
 
@@ -58,3 +66,23 @@ def test_the_draws_of_a_sentence_come_finished_ones_first_and_then_by_score():
     assert ranked.tokens[..., 0].tolist() == [[2, 0, 1], [3, 4, 5]]
     assert ranked.scores.tolist() == [[-3.0, -5.0, -1.0], [-2.0, -9.0, -4.0]]
     assert ranked.finished.tolist() == [[True, True, False], [True, True, False]]
+
+
+def test_seed_line_and_number_each_decide_the_key_of_a_draw():
+    def keys(seed, draws):
+        sentences = PaddedSentences(jnp.ones((len(draws), 2), int), None, jnp.array(draws, "u4"))
+        ready = Ready(sentences, jnp.ones((len(draws), 1, 1, 2), bool), [])
+        return [tuple(key) for key in jax.random.key_data(_keys(seed, ready)).tolist()]
+
+    draws = [[3, 0], [3, 1], [5, 0], [5, 1], [2**32 - 1, 0]]
+    assert len({*keys(7, draws), *keys(8, draws)}) == 10
+    assert keys(7, draws[::-1]) == keys(7, draws)[::-1]
+
+
+def test_lines_of_other_ids_have_other_checksums_and_equal_ones_the_same():
+    sources = [[4, 9, 3], [9, 4, 3], [260, 9, 3], [4, 9, 3]]
+    sentences = [Sentence(place, ids, []) for place, ids in enumerate(sources)]
+    narrow, wide = (pad_sentences(sentences, w, 0, with_prefixes=False).draws for w in (3, 7))
+    assert len(set(np.asarray(narrow)[:, 0].tolist())) == 3
+    assert narrow[0].tolist() == narrow[3].tolist() and narrow[:, 1].tolist() == [0] * 4
+    np.testing.assert_array_equal(narrow, wide)

@@ -301,3 +301,16 @@ def test_every_micro_batch_has_a_key_of_its_own():
     _, gradient = gradient_sums(loss, {"weights": jnp.ones(5)}, jnp.ones((6, 2)), KEY, 3)
     each = [jax.random.normal(jax.random.fold_in(KEY, number), (5,)) for number in range(3)]
     np.testing.assert_allclose(gradient["weights"], np.sum(each, axis=0), rtol=1e-5)
+
+
+def test_row_r_goes_to_micro_batch_r_modulo_their_number():
+    """So each micro-batch has an equal share of every device's rows."""
+    batch = 2.0 ** np.arange(6, dtype=np.float32)[:, None]
+
+    def loss(params, batch, key):
+        return jax.random.normal(key) * batch.sum() * params["weight"], jnp.float32(1)
+
+    _, gradient = gradient_sums(loss, {"weight": jnp.float32(1)}, batch, KEY, 3)
+    drawn = [float(jax.random.normal(jax.random.fold_in(KEY, number))) for number in range(3)]
+    wanted = sum(drawn[row % 3] * 2.0**row for row in range(6))
+    np.testing.assert_allclose(gradient["weight"], wanted, rtol=1e-5)

@@ -585,3 +585,12 @@ def test_weights_of_another_vocabulary_are_refused_by_name(translator):
         Translator(CONFIG, tokenizer, params, others=[(CONFIG.model, small)])
     with pytest.raises(ValueError, match=message):
         copy.copy(translator).params = small
+
+
+def test_an_ensemble_takes_no_line_longer_than_its_smallest_model_does(translator, caplog):
+    smaller = dataclasses.replace(CONFIG.model, max_length=19)
+    weights, others = translator.params, [(smaller, translator.params)]
+    both = Translator(CONFIG, translator.tokenizer, weights, others=others)
+    with caplog.at_level(logging.WARNING):
+        both.decode(["one two three " * 9])
+    assert "its first 19 are used" in caplog.text
