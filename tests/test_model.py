@@ -41,6 +41,7 @@ from flaxformer_min.model.dropout import dropout
 from flaxformer_min.model.layers import EncoderLayer
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
+from flaxformer_min.model.teacher_forcing import forced_states
 from flaxformer_min.model.transformer import Transformer, run_layers
 from flaxformer_min.training.state import init_state
 
@@ -365,11 +366,8 @@ def test_every_dropout_draws_from_a_key_of_its_own(params, monkeypatch, rate, si
 
     monkeypatch.setattr(jax.random, "bernoulli", recording)
     config = dataclasses.replace(CONFIG, attention_dropout=rate, ffn_dropout=rate)
-    model, (encoder_key, decoder_key) = build(config, params), jax.random.split(jax.random.key(0))
-    source_mask = padding_mask(SOURCE)
-    memory = model.encode(SOURCE, source_mask, key=encoder_key)
-    target_mask = padding_mask(TARGET_IN) & causal_mask(TARGET_LENGTH)
-    model.decode_states(TARGET_IN, memory, target_mask, source_mask, key=decoder_key)
+    ids = {"pad_id": 0, "bos_id": 2}
+    forced_states(build(config, params), SOURCE, TARGET_IN, **ids, key=jax.random.key(0))
     assert len(drawn) == len(set(drawn)) == sites
 
 

@@ -21,9 +21,10 @@ from flaxformer_min.model.teacher_forcing import shift_right
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer
-from flaxformer_min.training.sharding import AXES, ROWS, make_mesh, shardings
+from flaxformer_min.training.sharding import AXES, ROWS, abstract_rows, make_mesh, shardings
 from flaxformer_min.training.state import TrainState, init_state
-from flaxformer_min.training.step import gradient_sums, make_train_step
+from flaxformer_min.training.step import StepProgram, gradient_sums, make_train_step
+from tools import tiny_config
 
 PAD, BOS, EOS, VOCAB = 0, 2, 3, 48
 MODEL = ModelConfig(num_layers=1, d_model=16, d_ff=32, num_heads=2, d_k=8, d_v=8, dropout=0.0)
@@ -314,3 +315,14 @@ def test_row_r_goes_to_micro_batch_r_modulo_their_number():
     drawn = [float(jax.random.normal(jax.random.fold_in(KEY, number))) for number in range(3)]
     wanted = sum(drawn[row % 3] * 2.0**row for row in range(6))
     np.testing.assert_allclose(gradient["weight"], wanted, rtol=1e-5)
+
+
+@pytest.mark.run
+def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else():
+    config = tiny_config.get_config(".")
+    mesh = make_mesh(config.mesh)
+    program = StepProgram(config, mesh, **KEYWORDS)
+    batch, key = Batch(*abstract_rows(mesh, 16, 7, 11)), jax.eval_shape(jax.random.key, 0)
+    state, *others = program.jitted.lower(program.shapes, batch, key).args_info[0]
+    assert all(leaf.donated for leaf in jax.tree.leaves(state))
+    assert not any(leaf.donated for leaf in jax.tree.leaves(others))

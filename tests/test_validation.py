@@ -89,3 +89,17 @@ def test_the_loss_weighs_every_token_alike_over_batches_of_several_shapes(tiny, 
     found = validation.loss(params, lambda: False)
     assert found == pytest.approx(each[:, 0].sum() / each[:, 1].sum(), rel=1e-6)
     assert abs(found - by_batch) > 1e-4
+
+
+def test_a_stop_gives_the_loss_up_before_the_next_batch(tiny, data):
+    validation, params = validation_with(lambda *arguments: iter([]), tiny, data)
+    asked, answers = [], [False, False, True]
+
+    def sums(params, batch):
+        asked.append(batch.target.shape)
+        return 1.0, 1.0
+
+    validation._sums = sums
+    with pytest.raises(GivenUp):
+        validation.loss(params, lambda: answers.pop(0))
+    assert len(asked) == 2

@@ -222,4 +222,4 @@ def test_the_corpus_report_says_what_was_read_kept_and_dropped(tiny, tmp_path):
     report = json.loads((tmp_path / "corpus.json").read_text())
     (train,), (validation,) = report["train"]["sources"], report["validation"]["sources"]
     assert train["read"] == 200 == train["kept"] + sum(train["dropped"].values())
-    assert (train["kept"], validation["kept"]) == (len(data.train), 7)
+    assert (train["kept"], validation["kept"]) == (len(data.train), 41)
