@@ -39,6 +39,7 @@ from flaxformer_min.model.build import count_parameters, split_model
 from flaxformer_min.model.cached import block_sizes, decode_step, init_cache, memory_keys_values
 from flaxformer_min.model.dropout import dropout
 from flaxformer_min.model.layers import EncoderLayer
+from flaxformer_min.model.linear import project
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
 from flaxformer_min.model.teacher_forcing import forced_states
@@ -490,3 +491,13 @@ def test_the_traced_program_loops_over_layers_or_marks_them_as_asked(knobs, loop
     names = [each.primitive.name for each in equations(program.jaxpr)]
     assert names.count("scan") == loops
     assert sum(name in ("checkpoint", "remat", "remat2") for name in names) == recomputed
+
+
+def test_logits_of_bfloat16_states_are_not_rounded_to_bfloat16():
+    rng = np.random.default_rng(5)
+    states = jnp.asarray(rng.standard_normal((2, 3, 26)), jnp.bfloat16)
+    table = jnp.asarray(rng.standard_normal((31, 26)), jnp.float32)
+    found = project(states, table)
+    narrow = np.asarray(table.astype(jnp.bfloat16), np.float64)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.asarray(states, np.float64) @ narrow.T, atol=1e-5)
