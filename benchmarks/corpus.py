@@ -28,7 +28,8 @@ from flaxformer_min.data.batch import Batch
 from flaxformer_min.data.batching import BatchPlan, assemble, batch_iterator
 from flaxformer_min.data.corpus import EncodedCorpus, prepare_split
 from flaxformer_min.data.sources import read_pairs
-from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 from flaxformer_min.model.build import split_model
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer

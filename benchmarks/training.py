@@ -145,7 +145,7 @@ def corpus_batches(data_dir: str | None, size: Size, cache: Path, count: int = 8
     from flaxformer_min.data.batching import BatchPlan, assemble
     from flaxformer_min.data.corpus import prepare_split
     from flaxformer_min.data.sources import read_pairs
-    from flaxformer_min.data.tokenizer import prepare_tokenizer
+    from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 
     configs = Path(__file__).parent.parent / "configs"
     name, flags = "demo.py", []

@@ -1,31 +1,51 @@
-"""The command line: train, plan, translate, score, evaluate, average.
+"""The command line: train, plan, translate, score, evaluate, average, import, export.
 
-The exit status is 0 if all is done, 2 after a mistake of the user, 1 after any other error, and 143
-or 130 after SIGTERM or SIGINT. An error that can be foreseen is printed in one line; a traceback
-means a bug of this program. Each verb imports what it needs when it runs, so that --help answers
-at once.
+The exit status is 0 if all is done, 2 after a mistake of the user, 1 after any other error, and
+128 + N after a signal N, such as 143 after SIGTERM. An error that can be foreseen is printed in one
+line; a traceback means a bug of this program. Each verb imports what it needs when it runs, so that
+--help answers at once.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import io
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
 
 from flaxformer_min.decoding.options import IN_CONFIG, Options
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, first_line, is_out_of_memory, local_path, nearest
 from flaxformer_min.system.sealed import CheckpointError
+
+LESS_SEARCH = "lower --beam-size or --max-length-offset, or split longer lines"
+
+
+class _Once(argparse.Action):
+    """Stores the value of a flag, which must not be given twice."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any
+    ) -> None:
+        given = vars(namespace).setdefault("given", set())
+        if flag and flag in given:
+            parser.error(f"{flag} is given twice; leave one out")
+        given.add(flag)
+        setattr(namespace, self.dest, values)
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.register("action", None, _Once)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
@@ -39,28 +59,79 @@ def main(arguments: Sequence[str] | None = None) -> int:
     - Here, the garbage collector is told to look for garbage less often: importing and tracing make
       millions of objects and hardly any garbage, and looking for it after every 700, as Python
       does, takes a tenth of a start.
+    - Here, the null device takes the place of a standard stream that is closed.
+    - Here, JAX_ENABLE_X64 is set to 0, because every number of this program is in float32.
     - Here, `unraisable` replaces Python's hook for errors that no code can catch.
     - `checkpoints.format` filters the logger of absl when it is imported.
+    - `system.devices.keep_programs` gives JAX a folder for compiled programs.
     - `system.malloc.keep_work_space`, which `train` calls, turns off JAX's asynchronous dispatch on
       CPUs and sets two parameters of glibc's malloc.
     """
     gc.set_threshold(20_000)
+    _open_closed_streams()
+    os.environ["JAX_ENABLE_X64"] = "0"
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = unraisable
     try:
-        parser = _make_parser()
-        options, rest = parser.parse_known_args(arguments)
-        if rest and options.verb not in (train, plan):  # these two take config fields as flags
-            raise UserError(f"unrecognized: {' '.join(rest)} (see {parser.prog} --help)")
-        return options.verb(options, rest) or 0
-    except BrokenPipeError:  # the reader of the output has gone; say nothing at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _run_verb(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of the output has gone
         return 1
     except (Exception, KeyboardInterrupt) as error:
         message, status = message_and_status(error)
         if message is not None:
-            print(f"error: {message}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the reader of standard error has gone
+                print(f"error: {message}", file=sys.stderr)
         return status
+    finally:
+        _drop_what_cannot_be_written()
+
+
+def _run_verb(arguments: Sequence[str] | None) -> int:
+    if importlib.util.find_spec("fcntl") is None:
+        raise UserError("this system has no fcntl: run on Linux or macOS; on Windows within WSL")
+    parser = _make_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.verb not in (train, plan):  # these two take config fields as flags
+        meant = _meant(rest[0], options.flags) if rest[0].startswith("--") else ""
+        raise UserError(f"unrecognized: {' '.join(rest)}{meant} (see {parser.prog} --help)")
+    return options.verb(options, rest) or 0
+
+
+def _meant(word: str, flags: Collection[str]) -> str:
+    """Returns the question which of the flags was meant by one that is none, as far as is known."""
+    from flaxformer_min.config_file import SYNONYMS
+
+    name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+    field = SYNONYMS.get(name)
+    meant = "--" + field.rpartition(".")[2].replace("_", "-") if field else nearest(word, flags)
+    return f"; did you mean {meant}?" if meant in flags else ""
+
+
+def _open_closed_streams() -> None:
+    """Puts the null device in the place of every standard stream that is closed.
+
+    Otherwise the next file that is opened would get its number, and what is written to that.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Sends what a stream still holds to the null device, if its reader or its disk has gone.
+
+    Python would complain at exit and change the status.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def unraisable(event: Any) -> None:
@@ -81,11 +152,22 @@ def message_and_status(error: BaseException) -> tuple[str | None, int]:
     """
     if isinstance(error, UserError):
         return str(error), 2
-    if isinstance(error, CheckpointError | FloatingPointError | OSError):
+    if isinstance(error, CheckpointError | FloatingPointError | MemoryError | OSError):
         return str(error), 1
     if isinstance(error, KeyboardInterrupt):
         return None, 130
     raise error
+
+
+@contextlib.contextmanager
+def _memory(mend: str) -> Generator[None]:
+    """A context in which an error for lack of memory becomes a MemoryError that names the mend."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"out of memory ({first_line(error)}): {mend}") from error
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -93,15 +175,21 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from flaxformer_min.config_file import load_config
 
     config = load_config(options.config, overrides)
-    from flaxformer_min.system import failures, malloc, processes
+    from flaxformer_min.system import devices, failures, malloc, processes
     from flaxformer_min.training import loop
 
     malloc.keep_work_space()
     processes.initialize(options.coordinator, options.processes, options.process)
-    workdir = Path(options.workdir)
-    return failures.together(
-        lambda: loop.run(config, workdir, profile_steps=options.profile), message_and_status
-    )
+    devices.start()
+
+    def run() -> int:
+        with _memory(
+            "lower data.tokens_per_batch, or raise optimizer.accumulation (micro-batches), or set "
+            "model.remat True; if it was in an evaluation, lower decode.beam_size"
+        ):
+            return loop.run(config, Path(options.workdir), profile_steps=options.profile)
+
+    return failures.together(run, message_and_status)
 
 
 def plan(options: argparse.Namespace, overrides: list[str]) -> None:
@@ -111,7 +199,9 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(options.config, overrides)
     from flaxformer_min.planning.plan import make_plan
     from flaxformer_min.planning.report import to_json, to_text
+    from flaxformer_min.system.devices import quiet_libtpu
 
+    quiet_libtpu()
     made = make_plan(config, options.topology, options.lengths)
     print(to_json(made) if options.json else to_text(made))
 
@@ -127,7 +217,7 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
     file = contextlib.nullcontext()
     if options.attention is not None:
         file = attention_file(options.attention, average_heads=options.average_heads)
-    with file as write:
+    with file as write, _memory(LESS_SEARCH):
         groups = translate_stream(
             Translator.load(*options.dir, step=options.step),
             cast(io.BufferedIOBase, sys.stdin.buffer),
@@ -172,15 +262,52 @@ def evaluate(options: argparse.Namespace, _: list[str]) -> None:
     if pairs is None:
         data = translator.config.data
         pairs = list(read_pairs(data, data.test))
-    print(json.dumps(evaluate_pairs(translator, pairs, _search_options(options)), indent=2))
+    with _memory(LESS_SEARCH):
+        record = evaluate_pairs(translator, pairs, _search_options(options))
+    print(json.dumps(record, indent=2))
 
 
 def average(options: argparse.Namespace, _: list[str]) -> None:
     """Averages the parameters of the last checkpoints, by step number, in float32."""
     from flaxformer_min.checkpoints.average import average as average_checkpoints
+    from flaxformer_min.system.devices import start as start_devices
 
+    start_devices()
     steps = average_checkpoints(options.dir, options.output, last=options.last)
     print(f"{options.output}: the average of steps {', '.join(map(str, steps))}", file=sys.stderr)
+
+
+def import_(options: argparse.Namespace, _: list[str]) -> None:
+    """Makes a checkpoint of a Marian model (OPUS-MT) or of exported safetensors."""
+    from flaxformer_min.interop.marian import import_marian, import_safetensors
+
+    folder, output = Path(options.dir), Path(options.output)
+    if options.format == "safetensors":
+        config = import_safetensors(folder, output)
+    else:
+        languages = options.source_language, options.target_language
+        config = import_marian(folder, output, *languages)
+    data = config.data
+    print(
+        f"{output}: {data.source_language} to {data.target_language}, data.vocab_size "
+        f"{data.vocab_size}, beam {config.decode.beam_size}",
+        file=sys.stderr,
+    )
+
+
+def export(options: argparse.Namespace, _: list[str]) -> None:
+    """Writes a checkpoint in the format of another program."""
+    from flaxformer_min.checkpoints.load import load_for_inference
+    from flaxformer_min.interop.export import export_ctranslate2, export_marian, export_safetensors
+    from flaxformer_min.interop.stablehlo import export_stablehlo
+
+    loaded, output = load_for_inference(options.dir, options.step), Path(options.output)
+    if options.format == "stablehlo":
+        export_stablehlo(loaded, output, options.rows, options.length)
+        return
+    exports = {"marian": export_marian, "ctranslate2": export_ctranslate2}
+    for line in exports.get(options.format, export_safetensors)(loaded, output):
+        print(f"note: {line}", file=sys.stderr)
 
 
 def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
@@ -199,17 +326,17 @@ def _make_parser() -> argparse.ArgumentParser:
 
     def verb(function: Callable[..., int | None], *, add_help: bool = True) -> _Parser:
         """Adds a verb, named and described as its function."""
-        name, text = function.__name__, function.__doc__
+        name, text = function.__name__.rstrip("_"), function.__doc__
         sub = verbs.add_parser(
             name, help=text, description=text, add_help=add_help, allow_abbrev=False
         )
-        sub.set_defaults(verb=function)
+        sub.set_defaults(verb=function, flags=sub._option_string_actions.keys())
         return sub
 
     def model_verb(function: Callable[..., int | None]) -> _Parser:
         sub = verb(function)
         several = "a workdir, or one checkpoint; several are an ensemble"
-        sub.add_argument("dir", nargs="+", metavar="DIR", help=several)
+        sub.add_argument("dir", nargs="+", type=_path, metavar="DIR", help=several)
         sub.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
         return sub
 
@@ -217,34 +344,65 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.epilog = "Every field of the config is a flag too: --model.dropout 0.2"
     flag = sub.add_argument
     flag("-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field too")
-    flag("--config", required=True, help="a Python file, or FILE:VARIANT")
-    flag("--workdir", required=True, help="where everything of the run is kept")
+    flag("--config", required=True, type=_path, help="a Python file, or FILE:VARIANT")
+    flag("--workdir", required=True, type=_path, help="where everything of the run is kept")
     flag("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
     _add_distributed_flags(sub)
-    sub = verb(plan)
-    sub.epilog = "Every field of the config is a flag too: --model.remat True"
-    flag = sub.add_argument
-    flag("--config", required=True, help="a Python file, or FILE:VARIANT")
-    flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
-    flag("--lengths", metavar="FILE", help="of each pair a line: its source and target tokens")
-    flag("--json", action="store_true", help="write JSON, not a table")
+    _add_plan_flags(verb(plan))
     sub = model_verb(translate)
     _add_search_flags(sub, [field.name for field in dataclasses.fields(Options)])
     _add_translate_flags(sub)
     flag = model_verb(score).add_argument
-    flag("--source", required=True, help="a file of lines")
-    flag("--target", required=True, help="a file of translations, one for each line of SOURCE")
+    flag("--source", required=True, type=_path, help="a file of lines")
+    flag(
+        "--target",
+        required=True,
+        type=_path,
+        help="a file of translations, one for each line of SOURCE",
+    )
     flag("--per-token", action="store_true", help="write JSON with each token's log-probability")
     sub = model_verb(evaluate)
     _add_search_flags(sub, IN_CONFIG)
     flag = sub.add_argument
-    flag("--source", help="lines to translate; the config's test split by default")
-    flag("--reference", help="a file of translations, one for each line of SOURCE")
+    flag("--source", type=_path, help="lines to translate; the config's test split by default")
+    flag("--reference", type=_path, help="a file of translations, one for each line of SOURCE")
     flag = verb(average).add_argument
-    flag("dir", metavar="DIR", help="a workdir")
+    flag("dir", type=_path, metavar="DIR", help="a workdir")
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
-    flag("--output", required=True, help="the folder to write")
+    flag("--output", required=True, type=_path, help="the folder to write")
+    _add_interop_flags(verb(import_), verb(export))
     return parser
+
+
+def _add_interop_flags(coming: _Parser, going: _Parser) -> None:
+    flag = coming.add_argument
+    flag("format", choices=("marian", "safetensors"), metavar="FORMAT", help="%(choices)s")
+    flag("dir", type=_path, metavar="DIR", help="the directory of the model")
+    flag("--output", required=True, type=_path, help="the checkpoint directory to write")
+    flag("--source-language", help="such as en; by default what the directory says")
+    flag("--target-language", help="such as de; by default what the directory says")
+    flag = going.add_argument
+    formats = ("marian", "ctranslate2", "safetensors", "stablehlo")
+    flag("format", choices=formats, metavar="FORMAT", help="%(choices)s")
+    flag("dir", type=_path, metavar="DIR", help="a workdir, or one checkpoint")
+    flag("--step", type=_step, help="N, or 'best'; the newest by default")
+    flag("--output", required=True, type=_path, help="the folder to write")
+    flag("--rows", type=_count, default=8, help="of stablehlo: sentences of a call")
+    flag("--length", type=_count, default=64, help="of stablehlo: tokens of a source, with EOS")
+
+
+def _add_plan_flags(sub: _Parser) -> None:
+    sub.epilog = "Every field of the config is a flag too: --model.remat True"
+    flag = sub.add_argument
+    flag("--config", required=True, type=_path, help="a Python file, or FILE:VARIANT")
+    flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
+    flag(
+        "--lengths",
+        type=_path,
+        metavar="FILE",
+        help="of each pair a line: its source and target tokens",
+    )
+    flag("--json", action="store_true", help="write JSON, not a table")
 
 
 def _add_distributed_flags(parser: _Parser) -> None:
@@ -274,8 +432,18 @@ def _add_search_flags(parser: _Parser, names: Sequence[str]) -> None:
 
 def _add_translate_flags(parser: _Parser) -> None:
     flag = parser.add_argument
-    flag("--prefix", metavar="FILE", help="how each translation begins, a line for each line")
-    flag("--attention", metavar="FILE", help="attention weights of every line: .npz or .jsonl")
+    flag(
+        "--prefix",
+        type=_path,
+        metavar="FILE",
+        help="how each translation begins, a line for each line",
+    )
+    flag(
+        "--attention",
+        type=_path,
+        metavar="FILE",
+        help="attention weights of every line: .npz or .jsonl",
+    )
     flag("--average-heads", action="store_true", help="of --attention: the mean, labelled so")
     flag("--errors", choices=("strict", "replace"), default="strict", help="of invalid UTF-8")
     flag("--interactive", action="store_true", help="answer line by line")
@@ -307,6 +475,13 @@ def _step(text: str) -> int | Literal["best"]:
     if text.isdecimal():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither a step number nor 'best'")
+
+
+def _path(text: str) -> str:
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _number(text: str) -> float:

@@ -78,20 +78,24 @@ class ModelConfig:
 class DataConfig:
     """Where the pairs come from, how they become tokens and how tokens become batches."""
 
-    # Text files, the built-in corpus of phrases, or a dataset of TensorFlow Datasets (TFDS): files,
-    # phrases or tfds:NAME/CONFIG.
+    # Text files, the built-in corpus of phrases, or a dataset of TensorFlow Datasets (TFDS) or of
+    # Hugging Face: files, phrases, tfds:NAME/CONFIG, hf:NAME:CONFIG or hf:FOLDER of Parquet files.
     source: str = "files"
     # files: the folder of the files named below. tfds: where datasets are prepared; "." means
-    # TFDS_DATA_DIR or TFDS's own folder.
+    # TFDS_DATA_DIR or TFDS's own folder. hf: the cache; "." means the library's own.
     dir: Free[str] = "."
-    # files: source and target file names alternately, two for each pair of files, .gz accepted.
+    # files: source and target file names alternately, two for each pair of files; they may be
+    # packed by gzip, xz or bzip2.
     # phrases: one slice such as "train[:60000]".
-    # tfds: splits or slices of splits such as "train" and "train[:1%]".
+    # tfds, hf: splits or slices of splits such as "train" and "train[:1%]".
     train: Free[Names]
     validation: Free[Names]  # written as for train
     test: Free[tuple[str, ...]] = ()  # written as for train
     source_language: Language  # such as "en": a locale for phrases, a field of the dataset for tfds
     target_language: Language  # such as "de"
+    # What happens to bytes that are not UTF-8: the run ends before its first step, or U+FFFD
+    # replaces them.
+    errors: Free[Literal["strict", "replace"]] = "strict"
     tokenizer: Free[str | None] = None  # an existing SentencePiece model; None trains one
     vocab_size: int  # pieces of the tokenizer to be trained; an existing one must have as many
     character_coverage: Share = 1.0  # share of the characters that get a piece of their own
@@ -104,7 +108,7 @@ class DataConfig:
 
     @property
     def source_kind(self) -> str:
-        """The part of `source` before its colon: files, phrases or tfds."""
+        """The part of `source` before its colon: files, phrases, tfds or hf."""
         return self.source.partition(":")[0]
 
 
@@ -144,9 +148,11 @@ class DecodeConfig:
     beam_size: Count = 4  # 1 is greedy search
     length_penalty_alpha: Finite = 0.6  # log-probabilities are divided by ((5 + n) / 6)^alpha
     max_length_offset: CountOrZero = 50  # tokens that an output may have more than its source
-    # The tokenisations of sacreBLEU that need nothing more installed; none is for text that is
-    # tokenised already.
-    bleu_tokenize: Literal["13a", "intl", "zh", "char", "none"] = "13a"
+    # A tokenisation of sacreBLEU; auto is its own for data.target_language, none is for text that
+    # is tokenised already.
+    bleu_tokenize: Literal["auto", "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"] = (
+        "auto"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +190,8 @@ def _fields(section: type, prefix: str = "", marks: tuple = ()) -> Iterator[tupl
 FIELD_TYPES = {name: kind for name, kind, _ in _fields(Config)}
 RANGES = {name: m for name, _, marks in _fields(Config) for m in marks if isinstance(m, Range)}
 FREE_ON_RESUME = {name for name, _, marks in _fields(Config) if "free" in marks}
+PATHS = ("data.dir", "data.tokenizer", "train.initialize_from")
+FILES = ("data.train", "data.validation", "data.test")  # paths too, if data.source is files
 
 
 def flat(config: Config) -> dict[str, Any]:

@@ -14,9 +14,62 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from flaxformer_min.config import FIELD_TYPES, Config
+from flaxformer_min.config import FIELD_TYPES, FILES, PATHS, Config, flat
 from flaxformer_min.config_rules import RETIRED, described, typed, validate
-from flaxformer_min.errors import UserError, first_line, nearest
+from flaxformer_min.errors import UserError, first_line, local_path, nearest
+
+# What other programs call the fields and flags, names without their section; a sentence tells what
+# there is in place of a setting that this program does not have.
+_OTHER_NAMES = {
+    "workdir": "output_dir output out save_dir model_dir log_dir logdir checkpoint_dir ckpt_dir "
+    "work_dir run_dir",
+    "model.num_layers": "layers n_layers nlayers num_hidden_layers encoder_layers decoder_layers "
+    "num_encoder_layers num_decoder_layers depth",
+    "model.d_model": "hidden_size hidden_dim hidden dim embed_dim embedding_dim emb_dim n_embd "
+    "model_dim width",
+    "model.d_ff": "ffn_dim ff_dim ff_size dim_feedforward intermediate_size mlp_dim",
+    "model.num_heads": "heads n_heads nhead nheads n_head num_attention_heads attention_heads",
+    "model.compute_dtype": "dtype fp16 bf16 amp precision mixed_precision",
+    "model.remat": "gradient_checkpointing checkpoint_activations",
+    "data.dir": "data_dir data_path dataset_dir",
+    "data.source": "dataset dataset_name",
+    "data.train": "train_file train_files trainpref",
+    "data.validation": "valid val dev validation_file valid_file dev_file",
+    "data.test": "test_file",
+    "data.source_language": "src src_lang source_lang",
+    "data.target_language": "tgt tgt_lang trg target_lang",
+    "data.vocab_size": "vocab vocab_sz num_words",
+    "data.max_length": "max_len max_seq_len max_seq_length max_source_length max_target_length",
+    "data.tokens_per_batch": "batch_size bs batch max_tokens batch_tokens train_batch_size "
+    "per_device_train_batch_size per_device_batch_size",
+    "optimizer.peak_learning_rate": "lr learning_rate max_lr peak_lr base_lr",
+    "optimizer.warmup_steps": "warmup warmup_updates num_warmup_steps",
+    "optimizer.clip_norm": "clip grad_clip clip_grad max_grad_norm gradient_clip_val",
+    "optimizer.accumulation": "accum grad_accum gradient_accumulation_steps update_freq "
+    "accumulate_grad_batches",
+    "optimizer.epsilon": "eps adam_eps adam_epsilon",
+    "optimizer.beta2": "adam_beta2",
+    "train.steps": "max_steps num_steps num_train_steps train_steps total_steps max_updates "
+    "max_update iterations iters n_iters",
+    "train.seed": "random_seed",
+    "train.label_smoothing": "smoothing label_smoothing_factor",
+    "train.evaluate_every": "eval_every eval_steps eval_interval eval_freq val_every valid_freq",
+    "train.checkpoint_every": "save_every save_steps save_interval save_freq checkpoint_freq",
+    "train.keep_last": "save_total_limit keep_checkpoints max_to_keep",
+    "train.patience": "early_stopping early_stopping_patience",
+    "train.initialize_from": "init_from pretrained finetune_from restore_file load",
+    "decode.beam_size": "beam beams num_beams beam_width",
+    "decode.length_penalty_alpha": "alpha lenpen length_penalty",
+    "a run is counted in steps: --train.steps": "epochs num_epochs n_epochs max_epochs max_epoch "
+    "num_train_epochs epoch",
+    "Adam has no weight decay here, as in the paper": "weight_decay wd",
+    "the same command with the same --workdir resumes a run": "resume resume_from "
+    "resume_from_checkpoint continue",
+    "a run takes all devices: --mesh.data, --mesh.fsdp and --mesh.tensor arrange them, and "
+    "JAX_PLATFORMS=cpu keeps to the CPU": "gpus num_gpus n_gpu gpu devices device cuda no_cuda "
+    "accelerator",
+}
+SYNONYMS = {name: meant for meant, names in _OTHER_NAMES.items() for name in names.split()}
 
 
 def load_config(spec: str, overrides: list[str]) -> Config:
@@ -26,13 +79,12 @@ def load_config(spec: str, overrides: list[str]) -> Config:
         spec: FILE, Python whose `get_config()` returns the whole tree; or FILE:ARG, for
             `get_config(ARG)`. The ARGs that a file knows are the keys of its dict `VARIANTS`. As
             for any script, modules beside FILE can be imported.
-        overrides: flags such as `--model.dropout 0.2` or `--data.train a.en a.de`, applied in
-            order.
+        overrides: flags such as `--model.dropout 0.2` or `--data.train a.en a.de`.
 
     Raises:
         UserError: the file or a flag cannot be used, or values contradict each other.
     """
-    config = _override(_run_file(spec), overrides)
+    config = _with_local_paths(_override(_run_file(spec), overrides))
     validate(config)
     return config
 
@@ -116,7 +168,7 @@ def _line_of(error: Exception, path: Path) -> str:
 
 
 def _override(config: Config, flags: list[str]) -> Config:
-    """Returns the config with the fields that flags set, one flag after the other."""
+    """Returns the config with the fields that flags set."""
     for key, words in _split_flags(flags):
         kind = FIELD_TYPES[key]
         try:
@@ -124,9 +176,29 @@ def _override(config: Config, flags: list[str]) -> Config:
         except (ValueError, UserError):
             given = " ".join([key, *words])
             raise UserError(f"--{given}: {key} must be {described(kind)}") from None
-        section, field = key.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: changed})
+        config = _with_value(config, key, value)
+    return config
+
+
+def _with_value(config: Config, key: str, value: Any) -> Config:
+    """Returns the config with another value in one field."""
+    section, field = key.split(".")
+    changed = dataclasses.replace(getattr(config, section), **{field: value})
+    return dataclasses.replace(config, **{section: changed})
+
+
+def _with_local_paths(config: Config) -> Config:
+    """Returns the config with `~` expanded in all paths; raises UserError for what is no path."""
+    values = flat(config)
+    for key in (*PATHS, *FILES) if config.data.source_kind == "files" else PATHS:
+        value = values[key]
+        try:
+            if isinstance(value, tuple):
+                config = _with_value(config, key, tuple(map(local_path, value)))
+            elif value is not None:
+                config = _with_value(config, key, local_path(value))
+        except ValueError as error:
+            raise UserError(f"{key}: {error}") from None
     return config
 
 
@@ -143,14 +215,21 @@ def _split_flags(flags: list[str]) -> list[tuple[str, list[str]]]:
             if key in RETIRED:
                 raise UserError(f"{name} is no field any more: it is always {RETIRED[key]}")
             if key not in FIELD_TYPES:
-                meant = nearest(key, FIELD_TYPES)
-                raise UserError(f"{name} is no field of the config: did you mean {meant}?")
+                raise UserError(f"{name} is no field of the config: {_meant(key)}")
+            if key in dict(groups):
+                raise UserError(f"{name} is given twice; leave one out")
             groups.append((key, [word] if equals else []))
         elif groups:
             groups[-1][1].append(flag)
         else:
             raise UserError(f"{flag} belongs to no flag: a field is set by --model.dropout 0.2")
     return groups
+
+
+def _meant(key: str) -> str:
+    """Says which field was meant by a name that is none, or what there is in its place."""
+    meant = SYNONYMS.get(key.rpartition(".")[2]) or nearest(key, FIELD_TYPES)
+    return meant if " " in meant else f"did you mean --{meant}?"
 
 
 def _value(kind: Any, words: list[str]) -> Any:

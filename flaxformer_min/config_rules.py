@@ -115,8 +115,8 @@ def _relations(config: Config) -> Rules:
 
 def _splits(data: DataConfig) -> Rules:
     """Yields the rules for the number of names of a split, by the kind of its source."""
-    known = re.fullmatch("files|phrases|tfds:.+", data.source) is not None
-    kinds = "'files', 'phrases' or a dataset such as 'tfds:wmt14_translate/de-en'"
+    known = re.fullmatch("files|phrases|(tfds|hf):.+", data.source) is not None
+    kinds = "'files', 'phrases', 'tfds:wmt14_translate/de-en' or 'hf:wmt/wmt14:de-en'"
     yield "data.source", known, kinds
     for split in ("train", "validation", "test"):
         key, names = f"data.{split}", getattr(data, split)

@@ -1,6 +1,8 @@
 """The user's mistakes: the exception for them, and helpers for its text."""
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
 
 
@@ -26,6 +28,28 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return whole + last_part + _ratio(sorted(name), sorted(other))
 
     return max(known, key=likeness)
+
+
+def local_path(text: str) -> str:
+    """Returns a path that the user gave, with the home folder in place of `~`.
+
+    Raises ValueError if it is empty, a URL, or begins with `~` and the name of nobody.
+    """
+    if not text:
+        raise ValueError("it is empty; give a path")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        raise ValueError(
+            f"{text} is a URL; give a path on this machine: mount the place or copy it"
+        )
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError(f"{text}: there is no such user; a file of that name is ./{text}")
+    return path
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or a device had too little memory; for JAX this is known by the text."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _ratio(one: str | list[str], other: str | list[str]) -> float:

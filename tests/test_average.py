@@ -1,5 +1,8 @@
 """An average is the float32 mean of a run's newest regular checkpoints, and whole or not there."""
 
+import os
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,3 +92,63 @@ def test_an_average_that_is_killed_half_way_is_not_there_and_can_be_made_again(
     assert not (tmp_path / "mean").exists()
     assert average(tmp_path / "run", tmp_path / "mean", last=2) == [5, 11]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mean", "run"]
+
+
+def test_an_average_among_a_runs_own_checkpoints_is_refused(tmp_path, monkeypatch):
+    root = saved(tmp_path / "run", 5, 11)
+    (tmp_path / "link").symlink_to(root)
+    (tmp_path / "linked run").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    for output in (
+        root / "17",
+        f"{root}/17/",
+        root / "deeper" / "17",
+        tmp_path / "link" / "17",
+        tmp_path / "linked run" / "checkpoints" / "17",
+        root / ".." / "checkpoints" / "17",
+        "checkpoints/17",
+    ):
+        with pytest.raises(UserError, match=r"17: in .* are a run's own checkpoints"):
+            average(tmp_path / "run", output, last=2)
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "other" / "config.json").write_text("")
+    with pytest.raises(UserError, match="are a run's own checkpoints"):
+        average(tmp_path / "run", tmp_path / "other" / "checkpoints" / "17", last=2)
+    assert sorted(path.name for path in root.iterdir()) == ["11", "5"]
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"x" * 245 + b"/" + b"x" * 3_700])
+def test_an_average_under_a_name_that_cannot_be_kept_is_refused(tmp_path, name):
+    saved(tmp_path / "run", 5)
+    with pytest.raises(UserError, match=r"is not UTF-8|bytes, at most"):
+        average(tmp_path / "run", tmp_path / os.fsdecode(name), last=1)
+
+
+@pytest.mark.run
+def test_an_average_reads_no_older_checkpoint_than_it_takes(tmp_path):
+    root = saved(tmp_path / "run", 5, 11, 17)
+    flip_a_bit(root / "5" / "meta.json")
+    assert average(tmp_path / "run", tmp_path / "mean", last=2) == [11, 17]
+    with pytest.raises(CheckpointError, match=r"5/meta.json: damaged"):
+        average(tmp_path / "run", tmp_path / "more", last=3)
+
+
+@pytest.mark.run
+def test_an_average_beside_a_run_that_saves_takes_the_newest_that_stay(tmp_path, monkeypatch):
+    root = saved(tmp_path / "run", 5, 11, 17)
+    read = []
+
+    def reading(folder, verified_checkpoint=room.verified_checkpoint):
+        read.append(int(folder.name))
+        if read == [11]:  # the run keeps two, and saves before the first has been read
+            shutil.rmtree(root / "11")
+            saved(tmp_path / "run", 23)
+        if read == [11, 17, 23]:  # and once more after it has been read
+            shutil.rmtree(root / "17")
+        return verified_checkpoint(folder)
+
+    monkeypatch.setattr(room, "verified_checkpoint", reading)
+    assert average(tmp_path / "run", tmp_path / "mean", last=2) == [17, 23]
+    assert read == [11, 17, 23]
+    mean = (make_state(17).params["embedding"] + make_state(23).params["embedding"]) / 2
+    np.testing.assert_array_equal(load_for_inference(tmp_path / "mean").params["embedding"], mean)

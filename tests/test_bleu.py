@@ -2,26 +2,39 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
 import sacrebleu
 
-from flaxformer_min.config import DecodeConfig
-from flaxformer_min.decoding.bleu import bleu_record
+from flaxformer_min.config import Config, DecodeConfig
+from flaxformer_min.decoding.bleu import bleu_metric, bleu_record
 from flaxformer_min.decoding.evaluate import evaluate
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import DEFAULT, EMPTY, Translator
 from flaxformer_min.errors import UserError
+from flaxformer_min.training import loop
+from tools.tiny_config import changed
 
 REFERENCES = ["The cat sat, on the mat.", "Two grey dogs ran home .", "", "A B C D E"]
 TRANSLATIONS = ["The cat sat on the mat.", "two grey dogs ran home .", "", "A B C D F"]
 
 
+def config_of(tiny: Config, tokenize: str = "13a", language: str = "de") -> Config:
+    return changed(
+        changed(tiny, "decode", bleu_tokenize=tokenize), "data", target_language=language
+    )
+
+
+def score_of(config: Config, translations: list[str], references: list[str]) -> float:
+    metric = bleu_metric(config)
+    return bleu_record(metric, translations, references, config.decode, None)["score"]
+
+
 @pytest.mark.parametrize("tokenize", ["13a", "none", "char"])
-def test_the_record_is_that_of_sacrebleu(tokenize):
-    decode = DecodeConfig(beam_size=5, length_penalty_alpha=1.0, bleu_tokenize=tokenize)
-    record = bleu_record(TRANSLATIONS, REFERENCES, decode, 1200)
+def test_the_record_is_that_of_sacrebleu(tiny, tokenize):
+    decode = DecodeConfig(beam_size=5, length_penalty_alpha=1.0)
+    metric = bleu_metric(config_of(tiny, tokenize))
+    record = bleu_record(metric, TRANSLATIONS, REFERENCES, decode, 1200)
     expected = sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES], tokenize=tokenize)
     assert record["score"] == expected.score
     assert f"tok:{tokenize}|" in record["signature"]
@@ -32,42 +45,79 @@ def test_the_record_is_that_of_sacrebleu(tokenize):
     assert json.loads(json.dumps(record)) == record
 
 
-def test_a_bleu_worked_out_by_hand():
+def test_a_bleu_worked_out_by_hand(tiny):
     """5 of 6, 3 of 5, 2 of 4, 1 of 3 n-grams match, and both lengths are 6."""
-    record = bleu_record(["a b c d x e"], ["a b c d y e"], DecodeConfig(bleu_tokenize="none"), None)
     by_hand = 100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25
-    assert record["score"] == pytest.approx(by_hand, abs=1e-9)
+    found = score_of(config_of(tiny, "none"), ["a b c d x e"], ["a b c d y e"])
+    assert found == pytest.approx(by_hand, abs=1e-9)
 
 
-def test_case_counts():
-    same = bleu_record(["A b c d"], ["A b c d"], DecodeConfig(), 1)["score"]
-    lower = bleu_record(["a b c d"], ["A b c d"], DecodeConfig(), 1)["score"]
-    assert same == pytest.approx(100)
-    assert lower < 70
+def test_case_counts(tiny):
+    assert score_of(tiny, ["A b c d"], ["A b c d"]) == pytest.approx(100)
+    assert score_of(tiny, ["a b c d"], ["A b c d"]) < 70
+
+
+@pytest.mark.parametrize("language", ["zh", "zh_Hant", "ZH-cn"])
+def test_chinese_is_counted_by_characters_unless_the_config_says_otherwise(tiny, language):
+    """One of ten characters is wrong: n-grams of Chinese characters, 9/10, 7/9, 5/8 and 4/7."""
+    texts = ["他昨天在图书馆读书。"], ["他昨天在图书馆看书。"]
+    assert score_of(config_of(tiny, "13a", language), *texts) == 0
+    by_hand = 100 * (9 / 10 * 7 / 9 * 5 / 8 * 4 / 7) ** 0.25
+    assert score_of(config_of(tiny, "auto", language), *texts) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("language", ["de", "en_GB", "tlh", "x"])
+def test_other_languages_are_counted_as_13a(tiny, language):
+    record = bleu_record(
+        bleu_metric(config_of(tiny, "auto", language)), ["a"], ["a"], tiny.decode, None
+    )
+    assert "tok:13a|" in record["signature"]
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "language"), [("auto", "ja"), ("ja-mecab", "de"), ("auto", "ko-KR")]
+)
+def test_a_package_that_bleu_lacks_is_named_before_a_run_writes_anything(
+    tiny, tmp_path, monkeypatch, tokenize, language
+):
+    for name in ("ja", "ko"):
+        monkeypatch.setattr(f"sacrebleu.tokenizers.tokenizer_{name}_mecab.MeCab", None)
+    config = config_of(tiny, tokenize, language)
+    extra = "ko" if language == "ko-KR" else "ja"
+    with pytest.raises(UserError, match=rf"install 'sacrebleu\[{extra}\]'.*'char'") as caught:
+        loop.run(config, tmp_path / "run")
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+    assert score_of(config_of(tiny, "char", language), ["abcd"], ["abcd"]) == pytest.approx(100)
+
+
+def test_texts_that_look_the_same_are_the_same(tiny):
+    apart = ["Bu\u0308cher fu\u0308r mu\u0308de Hu\u0308te"]
+    assert score_of(tiny, apart, ["Bücher für müde Hüte"]) == pytest.approx(100)
+    assert score_of(tiny, ["Bücher für müde Hüte"], apart) == pytest.approx(100)
 
 
 class Upper(Translator):
     """A translator that upper-cases."""
 
-    def __init__(self):
-        self.config, self.step = SimpleNamespace(decode=DecodeConfig(beam_size=2)), 30
+    def __init__(self, config: Config):
+        self.config, self.step = changed(config, "decode", beam_size=2), 30
 
     def translate(self, lines, options=DEFAULT):
         self.options = options
         return [dataclasses.replace(EMPTY, text=line.upper()) for line in lines]
 
 
-def test_evaluate_translates_the_sources_and_records_how():
-    translator, options = Upper(), Options(beam_size=3, length_penalty_alpha=0.25)
+def test_evaluate_translates_the_sources_and_records_how(tiny):
+    translator, options = Upper(tiny), Options(beam_size=3, length_penalty_alpha=0.25)
     record = evaluate(translator, [("a b c d", "A B C D"), ("", "")], options)
     assert record["score"] == pytest.approx(100)
     assert (record["step"], record["lines"]) == (30, 2)
     assert (record["beam_size"], record["length_penalty_alpha"]) == (3, 0.25)
-    assert record["max_length_offset"] == DecodeConfig().max_length_offset
+    assert record["max_length_offset"] == tiny.decode.max_length_offset
     assert translator.options == options
     assert evaluate(translator, [("a", "A")])["beam_size"] == 2
 
 
-def test_nothing_to_evaluate_is_an_error_of_the_user():
+def test_nothing_to_evaluate_is_an_error_of_the_user(tiny):
     with pytest.raises(UserError, match="no lines"):
-        evaluate(Upper(), [])
+        evaluate(Upper(tiny), [])

@@ -197,11 +197,20 @@ def assert_one_error(errors: str, message: str) -> None:
         ("--data.train latin1 latin1", "latin1, line 2: not UTF-8"),
         ("--data.vocab_size 5000", "data.vocab_size: 5000 is more than this corpus gives; at most"),
         ("--data.tokenizer no.model", "no.model: No such file"),
-        ("--model.droput 0.2", "did you mean model.dropout?"),
+        ("--model.droput 0.2", "did you mean --model.dropout?"),
         ("--model.dropout much", "model.dropout must be a number"),
         ("--model.d_model 15", "model.d_model is 15: it must be even"),
         ("--mesh.data 3", "mesh: data x fsdp x tensor = 3 x 1 x 1 does not make the 8 devices"),
         ("--train.initialize_from no", "no: no such directory"),
+        ("--model.dropout 0.2 --model.dropout=0.3", "--model.dropout is given twice"),
+        ("--workdir twice", "--workdir is given twice"),
+        ("--data.dir s3://bucket", "data.dir: s3://bucket is a URL"),
+        ("--data.train= x", "data.train: it is empty"),
+        ("--data.tokenizer=", "data.tokenizer: it is empty"),
+        (
+            "--train.initialize_from ~no-such-user/x",
+            "train.initialize_from: ~no-such-user/x: there",
+        ),
         ("--profile 0", "'0' is no whole number above 0"),
     ],
 )
@@ -234,7 +243,22 @@ def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, 
         ),
         ("translate {finished} --step new", "'new' is neither a step number nor 'best'"),
         ("translate {finished} --beam-size 0", "'0' is no whole number above 0"),
-        ("translate {finished} --beam 3", "unrecognized: --beam 3"),
+        ("translate {finished} --beam 3", "unrecognized: --beam 3; did you mean --beam-size?"),
+        ("translate {finished} --num_beams=3", "--num_beams=3; did you mean --beam-size?"),
+        ("translate {finished} --batch_size 3", "--batch_size 3 (see"),
+        ("score {finished} --sorce x --source a --target b", "--sorce x; did you mean --source?"),
+        ("translate {finished} --step 50 --step 100", "--step is given twice"),
+        ("translate gs://bucket/run", "argument DIR: gs://bucket/run is a URL"),
+        ("translate {finished} --prefix=", "argument --prefix: it is empty"),
+        ("translate {finished} --attention=file:///x", "argument --attention: file:///x is a URL"),
+        ("score {finished} --source= --target x", "argument --source: it is empty"),
+        ("score {finished} --source x --target=s3://x", "argument --target: s3://x is a URL"),
+        ("evaluate {finished} --source x --reference=", "argument --reference: it is empty"),
+        ("average {finished} --output=", "argument --output: it is empty"),
+        ("average hdfs://x --output y", "argument DIR: hdfs://x is a URL"),
+        ("train --config no.py --workdir=", "argument --workdir: it is empty"),
+        ("train --config gs://x.py --workdir w", "argument --config: gs://x.py is a URL"),
+        ("plan --config no.py --topology cpu:8 --lengths=", "argument --lengths: it is empty"),
         ("translate {finished} --beam-size -1", "'-1' is no whole number above 0"),
         ("translate {finished} --sample --beam-size 2", "sample draws one token at a time"),
         ("translate {finished} --n-best 3", "n_best is 3: it must be at most beam_size, 2"),
@@ -315,6 +339,69 @@ def test_what_can_be_foreseen_is_one_line(
         assert capfd.readouterr().err == ""
     else:
         assert_one_error(capfd.readouterr().err, line)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of")])
+def test_too_little_memory_is_one_line_that_names_what_to_lower(
+    corpus, finished, tmp_path, monkeypatch, stdin, capfd, error
+):
+    def exhausted(*_, **__):
+        raise error
+
+    monkeypatch.setattr(loop, "run", exhausted)
+    assert main(*tiny_train(corpus, tmp_path)) == 1
+    assert_one_error(capfd.readouterr().err, "lower data.tokens_per_batch, or raise optimizer.acc")
+    monkeypatch.setattr(Translator, "decode", exhausted)
+    stdin(b"now\n")
+    (tmp_path / "lines").write_text("now\n")
+    files = ["--source", tmp_path / "lines", "--reference", tmp_path / "lines"]
+    for arguments in (["translate", finished], ["evaluate", finished, *files]):
+        assert main(*arguments) == 1
+        assert_one_error(capfd.readouterr().err, "): lower --beam-size or --max-length-offset")
+
+
+def run_in_shell(command: str, finished: Path, tmp_path: Path) -> subprocess.CompletedProcess:
+    program = f"{sys.executable} -m flaxformer_min"
+    (tmp_path / "lines").write_bytes(b"now\n")
+    (tmp_path / "bad").write_bytes(b"now\n\xff\n")
+    names = {"lines": tmp_path / "lines", "bad": tmp_path / "bad"}
+    text = command.format(program=program, finished=finished, **names)
+    shell = ["bash", "-o", "pipefail", "-c", text]
+    return subprocess.run(shell, cwd=ROOT, capture_output=True)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("command", "status", "lines", "errors"),
+    [
+        ("{program} translate {finished} <&-", 0, 0, b""),
+        ("{program} translate {finished} < {lines} >&-", 0, 0, b""),
+        ("{program} translate {finished} < {lines} 2>&-", 0, 1, b""),
+        ("{program} translate {finished} < {bad} 2>&-", 2, 0, b""),
+        ("{program} translate {finished} < {bad} >&- 2>&-", 2, 0, b""),
+        ("{program} score {finished} --source {lines} --target {lines} | true", 1, 0, b""),
+        (
+            "{program} score {finished} --source {lines} --target {lines} > /dev/full",
+            1,
+            0,
+            b"error: [Errno 28] No space left on device\n",
+        ),
+    ],
+)
+def test_a_stream_that_is_closed_or_full_changes_nothing_else(
+    finished, tmp_path, command, status, lines, errors
+):
+    done = run_in_shell(command, finished, tmp_path)
+    found = (done.returncode, done.stdout.count(b"\n"), done.stderr)
+    assert found == (status, lines, errors), done
+
+
+def test_a_system_without_fcntl_is_told_in_one_line():
+    code = "import sys; sys.modules['fcntl'] = None; from flaxformer_min import cli; "
+    command = [sys.executable, "-c", code + "sys.exit(cli.main(['translate', 'x']))"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert_one_error(done.stderr, "this system has no fcntl: run on Linux or macOS")
 
 
 def test_a_bug_of_the_program_is_not_dressed_up(corpus, tmp_path, monkeypatch):

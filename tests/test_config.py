@@ -18,7 +18,7 @@ from flaxformer_min.config import (
     ModelConfig,
     flat,
 )
-from flaxformer_min.config_file import load_config, print_help
+from flaxformer_min.config_file import SYNONYMS, load_config, print_help
 from flaxformer_min.config_rules import (
     RETIRED,
     check_resume,
@@ -27,7 +27,7 @@ from flaxformer_min.config_rules import (
     typed,
     validate,
 )
-from flaxformer_min.data.tokenizer import TRAINING_LINES
+from flaxformer_min.data.tokenizer_training import TRAINING_LINES
 from flaxformer_min.errors import UserError
 from flaxformer_min.training.optimizer import BETA1
 
@@ -55,7 +55,11 @@ OTHER_VALUES = {
     "data.train": ("c.en", "c.de"),
     "data.validation": ("c.en", "c.de"),
     "data.test": ("c.en", "c.de"),
+    "data.errors": "replace",
     "data.tokenizer": "spm.model",
+    "model.num_decoder_layers": 2,
+    "model.activation": "swish",
+    "model.biases": True,
     "data.byte_fallback": False,
     "data.character_coverage": 0.5,
     "data.row_multiple": 16,
@@ -235,8 +239,8 @@ def test_a_wrong_value_in_any_record_is_named(change: dict[str, Any], message: s
         ("model.dropout", 1.0, "at least 0 and below 1"),
         ("model.dropout", -0.1, "at least 0 and below 1"),
         ("model.max_length", 255, "at least data.max_length (256)"),
-        ("data.source", "file", "'files', 'phrases' or a dataset such as"),
-        ("data.source", "tfds:", "'files', 'phrases' or a dataset such as"),
+        ("data.source", "file", "'files', 'phrases', 'tfds:wmt14_translate/de-en' or"),
+        ("data.source", "tfds:", "'files', 'phrases', 'tfds:wmt14_translate/de-en' or"),
         ("data.train", ("a.en",), "two file names"),
         ("data.train", (), "given"),
         ("data.validation", (), "given"),
@@ -298,7 +302,7 @@ def test_tfds_takes_any_number_of_splits() -> None:
 FREE = {
     *("model.attention", "model.remat", "model.scan_layers"),
     *("data.dir", "data.train", "data.validation", "data.test", "data.tokenizer"),
-    *("train.steps", "train.evaluate_every", "train.checkpoint_every"),
+    *("data.errors", "train.steps", "train.evaluate_every", "train.checkpoint_every"),
     *("train.keep_last", "train.keep_best", "train.patience", "train.initialize_from"),
     *(key for key in FIELD_TYPES if key.startswith(("mesh.", "decode."))),
 }
@@ -362,22 +366,17 @@ def write(tmp_path: Path):
         (["--model.dropout", "0.2"], "model.dropout", 0.2),
         (["--model.d_ff=7"], "model.d_ff", 7),
         (["--model.d-ff", "7"], "model.d_ff", 7),
-        (["--model.d-ff", "5", "--model.d_ff", "7"], "model.d_ff", 7),
         (["--model.positions", "learned"], "model.positions", "learned"),
         (["--data.train", "x", "y", "z", "u"], "data.train", ("x", "y", "z", "u")),
         (["--data.train=x", "y"], "data.train", ("x", "y")),
         (["--data.test", "x", "y"], "data.test", ("x", "y")),
         (["--data.test"], "data.test", ()),
-        (["--mesh.data", "2", "--mesh.data", "-1"], "mesh.data", -1),
+        (["--mesh.data", "-1"], "mesh.data", -1),
         (["--data.tokenizer", "spm.model"], "data.tokenizer", "spm.model"),
         (["--data.dir=--odd=name"], "data.dir", "--odd=name"),
         (["--data.byte_fallback", "False"], "data.byte_fallback", False),
         (["--optimizer.clip_norm", "2"], "optimizer.clip_norm", 2.0),
-        (
-            ["--optimizer.clip_norm", "2", "--optimizer.clip_norm", "None"],
-            "optimizer.clip_norm",
-            None,
-        ),
+        (["--optimizer.clip_norm", "None"], "optimizer.clip_norm", None),
         (["--decode.length_penalty_alpha", "-0.5"], "decode.length_penalty_alpha", -0.5),
     ],
 )
@@ -391,10 +390,13 @@ def test_a_flag_sets_one_field(write, flags: list[str], key: str, value: object)
     [
         (
             ["--model.droput", "0.2"],
-            "--model.droput is no field of the config: did you mean model.dropout?",
+            "--model.droput is no field of the config: did you mean --model.dropout?",
         ),
-        (["--dropout", "0.2"], "did you mean model.dropout?"),
-        (["--optim.warmup-step", "3"], "did you mean optimizer.warmup_steps?"),
+        (["--dropout", "0.2"], "did you mean --model.dropout?"),
+        (["--optim.warmup-step", "3"], "did you mean --optimizer.warmup_steps?"),
+        (["--data.train", "a", "b", "--data.train=c"], "--data.train is given twice"),
+        (["--model.d-ff", "5", "--model.d_ff", "7"], "--model.d_ff is given twice"),
+        (["--data.train", "a", "gs://b/c"], "data.train: gs://b/c is a URL"),
         (["--optimizer.beta1", "0.9"], "--optimizer.beta1 is no field any more: it is always 0.9"),
         (["--train.steps", "two"], "--train.steps two: train.steps must be a whole number"),
         (["--train.steps", "2.5"], "--train.steps 2.5: train.steps must be a whole number"),
@@ -419,7 +421,51 @@ def test_every_misspelt_field_leads_to_the_right_one(write) -> None:
     path = write(FILE)
     for key in FIELD_TYPES:
         text = message_of(load_config, path, [f"--{key[:-2]}{key[-1]}z", "1"])
-        assert f"did you mean {key}?" in text
+        assert f"did you mean --{key}?" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "meant"),
+    [
+        ("lr learning-rate train.lr", "did you mean --optimizer.peak_learning_rate?"),
+        ("batch_size", "did you mean --data.tokens_per_batch?"),
+        ("epochs num-train-epochs", "a run is counted in steps: --train.steps"),
+        ("max_steps steps train_steps", "did you mean --train.steps?"),
+        ("hidden_size d_model model.dim", "did you mean --model.d_model?"),
+        ("num_heads heads nhead", "did you mean --model.num_heads?"),
+        ("num_layers layers n-layers", "did you mean --model.num_layers?"),
+        ("vocab_size vocab", "did you mean --data.vocab_size?"),
+        ("warmup warmup_steps", "did you mean --optimizer.warmup_steps?"),
+        ("beam beams num_beams beam_size", "did you mean --decode.beam_size?"),
+        ("dropout", "did you mean --model.dropout?"),
+        ("output_dir save-dir", "did you mean --workdir?"),
+        ("max_len", "did you mean --data.max_length?"),
+        ("accumulation", "did you mean --optimizer.accumulation?"),
+        ("weight_decay", "Adam has no weight decay here"),
+        ("resume", "the same command with the same --workdir resumes a run"),
+    ],
+)
+def test_what_other_programs_call_a_field_leads_to_it(write, names: str, meant: str) -> None:
+    path = write(FILE)
+    for name in names.split():
+        text = message_of(load_config, path, [f"--{name}", "1"])
+        assert f"--{name} is no field of the config: {meant}" in text
+
+
+def test_a_synonym_is_no_field_and_leads_to_one_or_to_a_sentence() -> None:
+    assert len(SYNONYMS) > 100
+    last_parts = {key.partition(".")[2] for key in FIELD_TYPES}
+    for name, meant in SYNONYMS.items():
+        assert name not in last_parts
+        assert meant in FIELD_TYPES or meant == "workdir" or " " in meant
+
+
+def test_paths_are_those_of_this_machine(write, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = ["--data.dir", "~/text", "--data.train", "~/a.en", "a.de", "--data.tokenizer=~/t.model"]
+    data = load_config(write(FILE), flags).data
+    assert (data.dir, data.tokenizer) == (f"{tmp_path}/text", f"{tmp_path}/t.model")
+    assert data.train == (f"{tmp_path}/a.en", "a.de")
 
 
 def test_help_lists_the_flags_with_the_values_of_the_file(write, capsys) -> None:

@@ -23,7 +23,8 @@ from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.corpus import EncodedCorpus, prepare_split
 from flaxformer_min.data.lines import is_blank
 from flaxformer_min.data.sources import read_pairs
-from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 from flaxformer_min.errors import UserError
 
 NAMES = ("train.en", "train.de")
@@ -103,7 +104,20 @@ def test_blocks_and_files_are_joined_without_seam(tokenizer, tmp_path, monkeypat
     assert report["kept"] == 20
 
 
-@pytest.mark.parametrize("blank", ["", " ", "\t", "\u00a0", "\u3000 ", "\x0b\x0c\u2028"])
+@pytest.mark.parametrize(
+    "blank",
+    [
+        "",
+        " ",
+        "\t",
+        "\u00a0",
+        "\u3000 ",
+        "\x0b\x0c\u2028",
+        "\u200b",
+        " \ufeff\u2060",
+        "\u00ad\u200f",
+    ],
+)
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_pair_with_a_blank_side_is_dropped_whole(tokenizer, tmp_path, blank, side):
     assert is_blank(blank)
@@ -177,6 +191,43 @@ def test_an_empty_split_is_refused_and_says_what_became_of_its_pairs(tokenizer, 
             prepare(config, tokenizer, names, keep_all=True)
 
 
+@pytest.mark.parametrize("keep_all", [False, True])
+def test_what_became_of_the_pairs_is_told_and_much_that_is_lost_with_a_warning(
+    tokenizer, tmp_path, capsys, caplog, keep_all
+):
+    """Of 20 pairs one has a blank side, and one, two or three are too long."""
+    over = ("dog", " ".join(["Hund"] * 30))
+    warnings = 0
+    for too_long in (1, 2, 3):
+        pairs = [*PAIRS, *PAIRS][: 19 - too_long] + [over] * too_long + [("", "Hund")]
+        prepare(write(tmp_path, pairs), tokenizer, keep_all=keep_all)
+        told = capsys.readouterr().err.splitlines()[-1]
+        kept, dropped, cut = (20, 0, too_long) if keep_all else (19 - too_long, too_long, 0)
+        assert f"train.de: {kept} of 20 pairs kept" in told
+        assert f"{1 - keep_all} dropped for a blank side and {dropped} over data.max_length" in told
+        assert f"(13), {cut} cut to it" in told and "0.00% and 0.00% unknown" in told
+        lost = too_long if keep_all else too_long + 1
+        warnings += lost > 2  # of 20 are more than 10 %
+        assert len(caplog.messages) == warnings
+    assert "15% of the pairs" in caplog.text and "have 6 and 31 tokens" in caplog.text
+
+
+def test_more_than_a_hundredth_of_unknown_pieces_gets_a_warning(tmp_path, caplog, capsys):
+    """1 of 3 + 12 target pieces is unknown, 1 of 3 + 2 x 49 is not too many."""
+    config = dataclasses.replace(CONFIG, byte_fallback=False, vocab_size=131, max_length=99)
+    tokenizer = Tokenizer(train_tokenizer((ENGLISH + GERMAN) * 3, config))
+    for others, warnings in ((1, 1), (49, 1)):
+        pairs = [("dog", "Ω"), *[("dog", "Hund")] * others]
+        folder = tmp_path / str(others)
+        folder.mkdir()
+        (folder / "train.en").write_text("dog\n" * len(pairs))
+        (folder / "train.de").write_text("".join(f"{target}\n" for _, target in pairs))
+        prepare(dataclasses.replace(config, dir=str(folder)), tokenizer)
+        share = 1 / (3 + 2 * others)
+        assert f"0.00% and {share:.2%} unknown" in capsys.readouterr().err
+        assert len([m for m in caplog.messages if "unknown to the tokenizer" in m]) == warnings
+
+
 class Encodings:
     """Counts how often lines are encoded."""
 
@@ -184,9 +235,9 @@ class Encodings:
         self.count, self.encode_batch = 0, tokenizer.encode_batch
         monkeypatch.setattr(tokenizer, "encode_batch", self)
 
-    def __call__(self, lines: list[str]) -> list[list[int]]:
-        self.count += 1
-        return self.encode_batch(lines)
+    def __call__(self, lines: list[str], side: str) -> list[list[int]]:
+        self.count += side == "source"
+        return self.encode_batch(lines, side)
 
 
 def test_a_split_is_encoded_once(tokenizer, tmp_path, monkeypatch):
@@ -416,7 +467,9 @@ def test_a_cache_that_cannot_be_made_is_one_line(tokenizer, tmp_path):
 @pytest.mark.parametrize(("vocab_size", "largest"), [(1 << 16, 65_535), (65_537, 65_536)])
 def test_the_largest_id_survives(tmp_path, tokenizer, monkeypatch, vocab_size, largest):
     monkeypatch.setattr(tokenizer, "vocab_size", vocab_size)
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda lines: [[largest, 3] for _ in lines])
+    monkeypatch.setattr(
+        tokenizer, "encode_batch", lambda lines, side: [[largest, 3] for _ in lines]
+    )
     corpus, _ = prepare(write(tmp_path, PAIRS), tokenizer)
     assert pair_of(corpus, 16)[1] == [largest, 3]
     assert corpus._ids.itemsize == (2 if largest < 1 << 16 else 4)
@@ -427,7 +480,8 @@ def test_progress_is_one_plain_line_where_there_is_no_terminal(tokenizer, tmp_pa
     prepare(config, tokenizer)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.count("\n") == 1 and "17 pairs" in captured.err
+    before, after = captured.err.splitlines()
+    assert "17 pairs" in before and "17 of 17 pairs kept" in after
 
 
 def test_an_opened_corpus_and_its_plan_hold_at_most_32_bytes_a_pair(tmp_path):

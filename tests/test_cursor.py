@@ -53,6 +53,17 @@ def test_a_loss_that_is_not_finite_ranks_below_every_other(loss):
     assert score({"validation_loss": loss}, "loss") < score({"validation_loss": 1e30}, "loss")
 
 
+def test_a_bleu_that_prints_as_zero_does_not_rank_and_the_loss_does():
+    """As that of Chinese under 13a: the loss falls from 5 to 2, rises to 4; then BLEU moves."""
+    records = [(5.0, 0.0), (3.0, 0.004), (2.0, 0.0), (4.0, 0.003), (9.0, 0.005), (1.0, 0.0)]
+    progress, course = Progress(), []
+    for step, (loss, bleu) in enumerate(records, start=1):
+        record = {"bleu": {"score": bleu}, "validation_loss": loss}
+        progress = progress.after(score(record, "bleu"), step)
+        course.append((progress.best_step, progress.evaluations_since))
+    assert course == [(1, 0), (2, 0), (3, 0), (3, 1), (5, 0), (5, 1)]
+
+
 TRAIN = TrainConfig(steps=70, evaluate_every=30, checkpoint_every=10, patience=2)
 RECORD = {"bleu": {"score": 3.0}, "validation_loss": 1.0}
 

@@ -244,9 +244,9 @@ def test_a_state_restored_at_any_step_of_three_epochs_ends_with_the_same_bits(
             assert_same_bits(jax.device_get(advanced(trainer, state, point, 3 * epoch)), end)
 
 
-def test_patience_ends_a_run_for_good_and_survives_a_stop(tiny, tmp_path, monkeypatch, capsys):
+def test_patience_ends_a_run_unless_it_is_evaluated_otherwise(tiny, tmp_path, monkeypatch, capsys):
     def evaluation(self, params, step, stop_requested):
-        loss = {50: 3.0, 100: 2.0, 150: 2.0, 200: 2.5}[step]
+        loss = {50: 3.0, 100: 2.0, 150: 2.0, 200: 2.5, 250: 9.0, 300: 9.0}[step]
         return {
             "validation_loss": loss,
             "validation_perplexity": 9.0,
@@ -259,13 +259,26 @@ def test_patience_ends_a_run_for_good_and_survives_a_stop(tiny, tmp_path, monkey
     )
     with signalled_in(Trainer, "step", 170):
         assert loop.run(patient, tmp_path) == 143
-    assert read_meta(tmp_path / "checkpoints" / "170").progress == Progress(-2.0, 100, 1)
+
+    def progress(step: int) -> Progress:
+        return read_meta(tmp_path / "checkpoints" / str(step)).progress._replace(measure=None)
+
+    assert progress(170) == Progress(-2.0, 100, 1)
     assert loop.run(patient, tmp_path) == 0
     end = "is finished, at step 200: no evaluation since step 100 was better (train.patience)"
     assert end in capsys.readouterr().err
-    assert read_meta(tmp_path / "checkpoints" / "200").progress == Progress(-2.0, 100, 2)
-    assert loop.run(patient, tmp_path) == 0
-    assert f"{end}; nothing to do" in capsys.readouterr().err
+    assert progress(200) == Progress(-2.0, 100, 2)
+    for same in (patient, changed(patient, "decode", beam_size=3)):  # a loss needs no search
+        assert loop.run(same, tmp_path) == 0
+        assert f"{end}; nothing to do" in capsys.readouterr().err
+    other = changed(patient, "data", validation=("train.en", "train.de"))
+    assert loop.run(other, tmp_path) == 0
+    said = capsys.readouterr().err
+    assert said.count("the best so far, step 100, does not count, and train.patience starts") == 1
+    assert "is finished, at step 300\n" in said
+    assert progress(300) == Progress(-9.0, 250, 1)
+    assert list(find_checkpoints(tmp_path / "checkpoints")) == [250, 300]  # 100 is no best any more
+    assert load_for_inference(tmp_path, "best").step == 250
 
 
 def test_ten_steps_that_are_not_finite_end_the_run_without_a_checkpoint(
@@ -326,7 +339,7 @@ def test_fine_tuning_another_model_is_refused(
 ):
     if "tokenizer" in values:
         model = (finished / "tokenizer.model").read_bytes()
-        (corpus / "other.model").write_bytes(model.replace(b"identity", b"identitz"))
+        (corpus / "other.model").write_bytes(model.replace(b"nfc", b"nfd"))
     config = changed(tiny, "train", initialize_from=str(finished))
     with pytest.raises(UserError, match=message):
         prepared(changed(config, section, **values), tmp_path).fresh_state()

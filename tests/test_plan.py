@@ -76,7 +76,7 @@ def test_lengths_of_a_file_give_the_shapes_and_their_shares(tmp_path):
     assert shares == {(64, 3, 4): 0.75, (16, 9, 8): 0.25}
 
 
-@pytest.mark.parametrize("text", ["", "1 2 3", "4 x", "0 5"])
+@pytest.mark.parametrize("text", ["", "1 2 3", "4 x", "0 5", "17 2\n2 17"])
 def test_a_file_that_holds_no_lengths_is_refused(tmp_path, text):
     path = tmp_path / "lengths"
     path.write_text(text)

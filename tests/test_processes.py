@@ -2,6 +2,9 @@
 
 import re
 import signal
+import socket
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -14,7 +17,7 @@ from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
 from flaxformer_min.errors import UserError
-from flaxformer_min.system import processes
+from flaxformer_min.system import processes, rendezvous
 from flaxformer_min.system.failures import verdict_of
 from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop
@@ -46,18 +49,18 @@ def as_flags_say(uneven: Path) -> Config:
 @pytest.mark.run
 def test_two_processes_train_as_one_stop_together_and_one_goes_on(uneven, tmp_path):
     accident = Accident(process=1, call=24, number=signal.SIGTERM)
-    ended = launch(uneven, tmp_path / "two", 2, *FLAGS, accidents=[accident])
+    ended = launch(uneven, tmp_path / "two[2]", 2, *FLAGS, accidents=[accident])
     assert [process.status for process in ended] == [143, 143], ended
-    step = list(find_checkpoints(tmp_path / "two" / "checkpoints"))[-1]
+    step = list(find_checkpoints(tmp_path / "two[2]" / "checkpoints"))[-1]
     assert 23 <= step <= 26
     assert f"stopped at step {step}; the same command goes on" in ended[0].errors
     assert "step" not in ended[1].errors  # the second process is quiet
-    assert read_meta(tmp_path / "two" / "checkpoints" / str(step)).interim
-    assert metrics(tmp_path / "two")[-1]["step"] == step
-    for workdir in (tmp_path / "two", tmp_path / "one"):  # eight devices in this process
+    assert read_meta(tmp_path / "two[2]" / "checkpoints" / str(step)).interim
+    assert metrics(tmp_path / "two[2]")[-1]["step"] == step
+    for workdir in (tmp_path / "two[2]", tmp_path / "one"):  # eight devices in this process
         assert loop.run(as_flags_say(uneven), workdir) == 0
-    assert worst_difference(tmp_path / "one", tmp_path / "two") < 1e-5
-    evaluated = next(line for line in metrics(tmp_path / "two") if "bleu" in line)  # by both
+    assert worst_difference(tmp_path / "one", tmp_path / "two[2]") < 1e-5
+    evaluated = next(line for line in metrics(tmp_path / "two[2]") if "bleu" in line)  # by both
     assert evaluated["bleu"]["score"] > 0
 
 
@@ -75,8 +78,9 @@ def test_a_mistake_ends_both_with_one_line_of_the_first(tmp_path):
     (tmp_path / "train.de").unlink()
     ended = launch(tmp_path, tmp_path / "workdir", 2, *FLAGS)
     assert [process.status for process in ended] == [2, 2], ended
-    assert ended[0].errors.count("\n") == 1 and "train.de: No such file" in ended[0].errors
-    assert ended[1].errors == ""
+    assert ended[0].errors.count("error: ") == 1
+    assert "train.de: No such file" in ended[0].errors.splitlines()[-1]
+    assert all(line.startswith("process 1: waiting") for line in ended[1].errors.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -136,24 +140,104 @@ def test_flags_that_do_not_fit_are_one_line(uneven, tmp_path, capfd, flags, mess
     assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
 
 
-def test_a_coordinator_that_is_not_there_is_the_users_mistake(monkeypatch):
-    monkeypatch.setattr(processes, "START", 0.1)
+def test_a_process_that_waits_in_vain_says_for_whom_and_gives_up(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
     where = f"127.0.0.1:{free_port()}"
-    with pytest.raises(UserError, match=f"{where}: process 0 cannot be reached there .* refused"):
+    text = f"process 1: waiting for process 0 at {where}: Connection refused"
+    with pytest.raises(TimeoutError, match=f"gave up after 0 seconds: {text}"):
         processes.initialize(where, 2, 1)
+    text = f"waiting for the other processes at {where}: 1 of 3 have come, missing: 1, 2"
+    with pytest.raises(TimeoutError, match=f"gave up after 0 seconds: {text}"):
+        processes.initialize(where, 3, 0)
+    assert capfd.readouterr().err.count("waiting for") == 2
+    taken = socket.create_server(("", 0))
+    where = f"127.0.0.1:{taken.getsockname()[1]}"
+    with taken, pytest.raises(UserError, match=f"process 0 cannot listen at {where}: Address alr"):
+        processes.initialize(where, 2, 0)
+
+
+def test_all_come_in_any_order_and_again_and_nobody_goes_before(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "REPEAT", 0.0)
+    where, gone = f"127.0.0.1:{free_port()}", []
+
+    def come(process: int) -> None:
+        rendezvous.come(where, process)
+        gone.append(process)
+
+    def start(work, *arguments) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()
+        return thread
+
+    def until_said(text: str) -> None:
+        said = ""
+        while text not in said:
+            said += capfd.readouterr().err
+            time.sleep(0.02)
+
+    early = start(come, 2)
+    until_said("process 2: waiting for process 0")
+    first = start(rendezvous.gather, where, 3)
+    until_said("2 of 3 have come, missing: 1")
+    with socket.create_connection(rendezvous.address_of(where)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\n")
+        cut = socket.create_connection(rendezvous.address_of(where))
+        cut.sendall(rendezvous.HELLO + b"2\n")  # a second process 2 takes the place of the first
+        cut.close()
+    until_said("process 2: waiting for process 0 at")
+    assert gone == []
+    others = [early, start(come, 1)]
+    first.join()
+    with socket.create_server(rendezvous.address_of(where)):  # the service of JAX
+        for other in others[1:]:
+            other.join()
+    assert 1 in gone
+
+
+def test_a_relay_passes_bytes_on_and_says_which_side_broke_the_connection():
+    lost = threading.Semaphore(0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = rendezvous.relay(f"127.0.0.1:{server.getsockname()[1]}", lost.release)
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            client = socket.create_connection(rendezvous.address_of(here))
+            return client, server.accept()[0]
+
+        client, served = connected()
+        client.sendall(b"question")
+        assert served.recv(64) == b"question"
+        served.sendall(b"answer")
+        assert client.recv(64) == b"answer"
+        client.close()  # as JAX does at its end
+        assert served.recv(64) == b""
+        served.close()
+        assert not lost.acquire(timeout=0.3)
+        client, served = connected()
+        served.close()
+        assert lost.acquire(timeout=30)
+        assert client.recv(64) == b""
+        client.close()
+
+
+@pytest.mark.run
+def test_when_process_0_is_killed_the_other_names_it_in_its_last_line(uneven, tmp_path):
+    accident = Accident(process=0, call=3, number=signal.SIGKILL)
+    ended = launch(uneven, tmp_path, 2, *FLAGS, accidents=[accident], silence=60)
+    assert [process.status for process in ended] == [-signal.SIGKILL, 1], ended
+    assert ended[1].errors.splitlines()[-1] == "error: process 0 has died: its connection broke"
 
 
 @pytest.mark.parametrize(("tasks", "expected"), [(None, False), ("1", False), ("2", True)])
 def test_a_cluster_is_one_of_slurm_with_more_than_one_task(monkeypatch, tasks, expected):
     if tasks is not None:
-        names = ("JOB_ID", "STEP_NODELIST", "PROCID", "LOCALID")
-        for name in names:
-            monkeypatch.setenv(f"SLURM_{name}", "1")
+        values = {"JOB_ID": "1", "STEP_NODELIST": "node[7,9]", "PROCID": "1", "LOCALID": "0"}
+        for name, value in values.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
         monkeypatch.setenv("SLURM_NTASKS", tasks)
     joined = []
-    monkeypatch.setattr(processes, "_join", lambda **where: joined.append(where))
+    monkeypatch.setattr(processes, "_join", lambda *where: joined.append(where))
     processes.initialize(None, None, None)
-    assert joined == ([{}] if expected else [])
+    assert joined == ([("node7:61441", 2, 1)] if expected else [])
 
 
 def test_one_process_waits_for_nobody():

@@ -12,7 +12,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 CHOSEN_BY_USERS = {
     *("model.compute_dtype", "model.attention", "model.remat", "model.scan_layers"),
     *("data.dir", "data.source_language", "data.tokenizer", "data.row_multiple"),
-    *("data.seed", "train.seed"),
+    *("data.errors", "data.seed", "train.seed"),
     *("optimizer.accumulation", "train.keep_best", "train.initialize_from"),
     *("decode.max_length_offset", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }

@@ -1,5 +1,6 @@
 """Every change to a checkpoint's bytes is noticed and laid to the file in which it is."""
 
+import errno
 import json
 import os
 import random
@@ -16,10 +17,12 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import (
     MANIFEST,
     CheckpointError,
+    DeletedError,
     delete,
     publish,
     put_in_place,
     seal,
+    unless_deleted,
     verify,
 )
 
@@ -253,6 +256,94 @@ def test_what_a_killed_writer_left_is_not_in_what_is_published(tmp_path):
     with publish(tmp_path / "a") as new:
         (new / "file").write_text("whole")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["file", "manifest.json"]
+
+
+# ---- Links
+
+
+def put(kind: str, path: Path, target: Path) -> None:
+    """Makes a link to a directory with a file, a link to nothing, or a file."""
+    if kind == "file":
+        path.write_text("")
+        return
+    if kind == "link":
+        target.mkdir()
+        (target / "kept").write_text("kept")
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "file"])
+@pytest.mark.parametrize("name", ["a", "a.partial", "a.deleted"])
+def test_of_a_link_in_the_way_the_link_is_deleted_and_not_its_target(tmp_path, kind, name):
+    put(kind, tmp_path / name, tmp_path / "target")
+    for content in ("old", "new"):
+        with publish(tmp_path / "a") as new:
+            (new / "file").write_text(content)
+    verify(tmp_path / "a")
+    assert (tmp_path / "a" / "file").read_text() == "new"
+    assert not (tmp_path / "a").is_symlink()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "target"] == ["a"]
+    assert kind != "link" or (tmp_path / "target" / "kept").read_text() == "kept"
+
+
+def test_a_link_to_what_is_not_there_is_called_so(root, tmp_path):
+    (root / "17").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=f"17: is a link to {tmp_path}/unmounted, which is n"):
+        verify(root / "17")
+
+
+# ---- What is damage, and what is not
+
+
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    [
+        (errno.EIO, True),
+        (errno.ENOENT, True),
+        (errno.EISDIR, True),
+        (errno.EMFILE, False),
+        (errno.ENFILE, False),
+        (errno.EACCES, False),
+        (errno.EPERM, False),
+        (errno.ENOMEM, False),
+        (errno.EINTR, False),
+        (errno.ESTALE, False),
+    ],
+)
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.model"])
+def test_only_what_is_damaged_is_called_so(root, monkeypatch, caplog, name, number, damage):
+    path = root / "11" / name
+
+    def failing(self, mode="r", *rest, opened=Path.open, **others):
+        if self == path:
+            raise OSError(number, os.strerror(number))  # without a name, as a failed read is
+        return opened(self, mode, *rest, **others)
+
+    monkeypatch.setattr(Path, "open", failing)
+    if damage:
+        assert_named(root, path, caplog)
+        return
+    for read in (newest_good, lambda root: load_for_inference(root / "11")):
+        with pytest.raises(OSError, match=f"{os.strerror(number)}: '{path}'") as caught:
+            read(root)
+        assert "damaged:" not in str(caught.value) + caplog.text
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_an_error_in_reading_what_has_been_deleted_says_so(tmp_path, how):
+    folder, deleted = tmp_path / "5", f"^{tmp_path}/5: was deleted while it was being read"
+    folder.mkdir()
+    (tmp_path / "new").mkdir()
+    with pytest.raises(DeletedError, match=deleted), unless_deleted(folder):
+        folder.rename(tmp_path / "5.deleted")
+        if how == "replaced":
+            (tmp_path / "new").rename(folder)
+        raise CheckpointError("damaged")
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(CheckpointError, match=r"^damaged$"), unless_deleted(folder):
+        raise CheckpointError("damaged")
+    with pytest.raises(DeletedError), unless_deleted(tmp_path / "never"):
+        pass
 
 
 def test_every_file_is_on_the_disk_before_the_manifest_gets_its_name(tmp_path, monkeypatch):

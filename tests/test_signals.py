@@ -1,6 +1,7 @@
-"""SIGTERM and SIGINT: the first waits for a step boundary, the second for nothing."""
+"""Signals: the first waits for a step boundary, a second SIGTERM or SIGINT for nothing."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flaxformer_min.system.signals import AgreedStop, StopRequest
+from flaxformer_min.checkpoints.retention import find_checkpoints
+from flaxformer_min.system.signals import STOP_SIGNALS, AgreedStop, StopRequest
+from tools import tiny_config
+from tools.processes import metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,6 +48,9 @@ def started(deferring: bool, rounds: int) -> subprocess.Popen[str]:
         (False, [signal.SIGINT], 130),
         (True, [signal.SIGTERM, signal.SIGTERM], 143),
         (True, [signal.SIGTERM, signal.SIGINT], 130),
+        (False, [signal.SIGHUP], 129),
+        (False, [signal.SIGUSR1], 138),
+        (True, [signal.SIGUSR1, signal.SIGTERM], 143),
     ],
 )
 def test_a_second_signal_ends_the_process_while_it_is_in_a_long_call(deferring, signals, status):
@@ -56,14 +63,28 @@ def test_a_second_signal_ends_the_process_while_it_is_in_a_long_call(deferring, 
 
 
 @pytest.mark.run
-def test_a_first_signal_in_a_long_call_is_known_when_it_comes_back():
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [signal.SIGTERM],
+        [signal.SIGHUP, signal.SIGHUP],  # a terminal that closes
+        [signal.SIGTERM, signal.SIGHUP],  # the end of a session
+        [signal.SIGUSR1],
+    ],
+)
+def test_a_request_in_a_long_call_is_known_when_it_comes_back(signals):
     with started(True, SHORT) as process:
-        process.send_signal(signal.SIGTERM)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.2)
         output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (0, "came back True\n")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
+)
 def test_a_request_is_seen_at_once_and_gives_the_exit_status(number, status):
     with StopRequest() as stop:
         stop.defer()
@@ -82,18 +103,29 @@ def test_the_first_signal_sets_the_exit_status_also_if_another_process_received_
 
 
 def test_signals_of_other_kinds_are_no_requests():
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         with StopRequest() as stop:  # not deferring: a request would end this process
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
             assert not stop.requested
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_hangup_that_nohup_made_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:  # not deferring: a request would end this process
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_everything_is_as_it_was_afterwards():
     def everything():
-        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
         wakeup = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(wakeup)
         return handlers, wakeup, threading.active_count(), sorted(os.listdir("/proc/self/fd"))
@@ -102,3 +134,28 @@ def test_everything_is_as_it_was_afterwards():
     with StopRequest():
         assert everything()[:3] != before[:3]
     assert everything() == before
+
+
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "flaxformer_min", "train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.run
+def test_a_terminal_that_closes_leaves_a_saved_run(corpus, tmp_path):
+    config = f"{tiny_config.__file__}:{corpus}"
+    flags = ["--train.steps", "100000", "--train.evaluate_every", "100"]
+    command = [sys.executable, "-c", ON_A_TERMINAL, "--config", config]
+    master, slave = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+    process = subprocess.Popen([*command, "--workdir", str(tmp_path), *flags], cwd=ROOT, **streams)
+    os.close(slave)
+    shown = b""
+    while b"step 100: validation" not in shown:
+        shown += os.read(master, 1000)
+    os.close(master)
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    assert max(find_checkpoints(tmp_path / "checkpoints")) == metrics(tmp_path)[-1]["step"]

@@ -1,15 +1,20 @@
 """Lines end at LF alone, pairs stay aligned, and every kind of source yields the same thing."""
 
+import bz2
 import dataclasses
 import gzip
 import io
+import lzma
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from flaxformer_min.config import DataConfig
+from flaxformer_min.data import sources
 from flaxformer_min.data.lines import decode_lines, read_lines
-from flaxformer_min.data.phrases import phrase
+from flaxformer_min.data.phrases import pair
 from flaxformer_min.data.sources import open_sources, read_pairs
 from flaxformer_min.errors import UserError
 
@@ -37,6 +42,18 @@ def test_a_line_ends_at_lf_alone():
     assert lines_of(text.encode()) == text.split("\n")[:2]
 
 
+# The first bytes count, not the name.
+PACKED = {
+    "plain": bytes,
+    "plain.gz": bytes,
+    "packed.gz": gzip.compress,
+    "PACKED.GZ": gzip.compress,
+    "packed.txt": gzip.compress,
+    "packed.xz": lzma.compress,
+    "packed.bz2": bz2.compress,
+}
+
+
 @pytest.mark.parametrize(
     ("content", "lines"),
     [
@@ -50,11 +67,42 @@ def test_a_line_ends_at_lf_alone():
     ],
 )
 def test_lines_are_what_lies_between_line_ends(tmp_path, content, lines):
-    (tmp_path / "plain").write_bytes(content)
-    (tmp_path / "packed.gz").write_bytes(gzip.compress(content))
     assert lines_of(content) == lines
-    assert list(read_lines(tmp_path / "plain")) == lines
-    assert list(read_lines(str(tmp_path / "packed.gz"))) == lines
+    for name, pack in PACKED.items():
+        (tmp_path / name).write_bytes(pack(content))
+        assert list(read_lines(tmp_path / name)) == lines
+        assert list(read_lines(str(tmp_path / name))) == lines
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"\x28\xb5\x2f\xfd\x04\x00", "packed by Zstandard: unpack it by `zstd -d`"),
+        (b"\x04\x22\x4d\x18d@", "packed by LZ4"),
+        (b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive"),
+        (b"PK\x03\x04\x14\0", "a zip archive"),
+        ("\ufeffa\n".encode("utf-16-le"), "UTF-16 text: convert it by `iconv"),
+        ("\ufeffa\n".encode("utf-16-be"), "UTF-16 text"),
+        ("ab\n".encode("utf-16-le"), "UTF-16 text"),
+        ("ab\n".encode("utf-16-be"), "UTF-16 text"),
+        ("a\n".encode("utf-32"), "UTF-32 text"),
+        (b"a b\rc d\r", "text whose lines end in CR: convert it by `tr"),
+    ],
+)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_what_is_not_read_is_called_by_its_name(tmp_path, content, what, pack):
+    (tmp_path / "train.en").write_bytes(pack(content))
+    with pytest.raises(UserError, match=r"train\.en: " + what) as caught:
+        list(read_lines(tmp_path / "train.en"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"BZh9 is text\n", b"a\0\n", b"7z\n", b"PK\n", b"\r\n", b"a\r"]
+)
+def test_text_is_not_taken_for_something_else(tmp_path, content):
+    (tmp_path / "train.en").write_bytes(content)
+    assert list(read_lines(tmp_path / "train.en")) == lines_of(content)
 
 
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xe2\x82", b"\xed\xa0\x80"])
@@ -66,13 +114,119 @@ def test_invalid_utf8_is_named_by_file_and_line(tmp_path, wrong):
         next(lines)
 
 
-@pytest.mark.parametrize("name", ["missing.en", "folder.en", "short.gz", "plain.gz", "wrong.gz"])
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ([3], r"line 3: not UTF-8"),
+        ([2, 5], r"lines 2, 5: not UTF-8"),
+        ([1, 2, 4], r"lines 1, 2, 4: not UTF-8"),
+        ([2, 3, 4, 7, 8], r"lines 2, 3, 4 and 2 more: not UTF-8"),
+    ],
+)
+def test_all_lines_that_are_not_utf8_are_counted_and_the_first_named(tmp_path, bad, named):
+    lines = [b"gr\xfc\xdfe\n" if number in bad else "grüße\n".encode() for number in range(1, 10)]
+    (tmp_path / "bad.de").write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=rf"bad\.de, {named}.*--data\.errors replace") as caught:
+        list(read_lines(tmp_path / "bad.de"))
+    assert "\n" not in str(caught.value)
+    found = list(read_lines(tmp_path / "bad.de", errors="replace"))
+    assert [number for number, line in enumerate(found, 1) if line == "gr\ufffd\ufffde"] == bad
+    assert found.count("grüße") == 9 - len(bad)
+
+
+def test_training_text_that_is_not_utf8_is_read_if_the_config_says_so(tmp_path):
+    config = files_config(tmp_path, a_en=b"one\n", a_de=b"\xff\n")
+    with pytest.raises(UserError, match=r"a\.de, line 1: not UTF-8"):
+        list(read_pairs(config, ("a.en", "a.de")))
+    replacing = dataclasses.replace(config, errors="replace")
+    assert list(read_pairs(replacing, ("a.en", "a.de"))) == [("one", "\ufffd")]
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "socket", "device", "substitution"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_training_file_that_can_be_read_once_only_is_refused_before_it_is_opened(
+    tmp_path, monkeypatch, kind, side
+):
+    """Nobody writes to the FIFO: whoever opened it would wait for ever."""
+    monkeypatch.setattr(sources, "_scan", lambda path: pytest.fail(f"{path} was opened"))
+    config, wrong = files_config(tmp_path, a_en=b"1\n"), tmp_path / "wrong"
+    reader, writer = os.pipe()
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "FIFO":
+            os.mkfifo(wrong)
+        elif kind == "folder":
+            wrong.mkdir()
+        elif kind == "socket":
+            server.bind(os.path.relpath(wrong))  # an absolute path may be too long for a socket
+        names = [
+            "a.en",
+            {"device": "/dev/null", "substitution": f"/dev/fd/{reader}"}.get(kind, "wrong"),
+        ]
+        try:
+            with pytest.raises(UserError, match=r": no regular file") as caught:
+                open_sources(config, names[:: 1 - 2 * side])
+        finally:
+            os.close(reader)
+            os.close(writer)
+    assert names[1] in str(caught.value)
+
+
+def test_a_link_to_a_training_file_is_as_good_as_the_file(tmp_path):
+    config = files_config(tmp_path, a_en=b"1\n", a_de=b"eins\n")
+    (tmp_path / "link").symlink_to("a.de")
+    assert list(read_pairs(config, ("a.en", "link"))) == [("1", "eins")]
+
+
+@pytest.mark.parametrize(
+    ("names", "swapped"),
+    [
+        (("train.de", "train.en"), True),
+        (("news.en-de.de.gz", "news.en-de.en.gz"), True),
+        (("train.en", "train.de"), False),
+        (("de.train", "en.train"), False),
+        (("train.de", "train.fr"), False),
+        (("train.en-de.de", "other"), False),
+    ],
+)
+def test_files_whose_endings_are_the_languages_swapped_get_a_warning(
+    tmp_path, caplog, names, swapped
+):
+    config = files_config(tmp_path)
+    for name in names:
+        (tmp_path / name).write_text(f"{name}\n")
+    assert len(open_sources(config, names)) == 1
+    found = [message for message in caplog.messages if "are they swapped" in message]
+    assert len(found) == swapped == len(caplog.messages)
+    if swapped:
+        assert names[0] in found[0] and names[1] in found[0]
+
+
+def test_one_text_as_both_sides_gets_a_warning(tmp_path, caplog):
+    config = files_config(tmp_path, a_en=b"1\n", copy_gz=gzip.compress(b"1\n"))
+    open_sources(config, ("a.en", "copy.gz"))
+    (message,) = caplog.messages
+    assert "a.en" in message and "copy.gz" in message and "the same text" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "missing.en",
+        "folder.en",
+        "short.gz",
+        "short.xz",
+        "short.bz2",
+        "wrong.gz",
+        "wrong.xz",
+        "wrong.bz2",
+    ],
+)
 def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, name):
-    packed = gzip.compress(b"line\n" * 1000)
     (tmp_path / "folder.en").mkdir()
-    (tmp_path / "short.gz").write_bytes(packed[:-9])
-    (tmp_path / "plain.gz").write_bytes(b"not packed\n")
-    (tmp_path / "wrong.gz").write_bytes(packed[:15] + b"\xff" * 9 + packed[24:])
+    for kind, pack in (("gz", gzip.compress), ("xz", lzma.compress), ("bz2", bz2.compress)):
+        packed = pack(b"line\n" * 1000)
+        (tmp_path / f"short.{kind}").write_bytes(packed[:-9])
+        (tmp_path / f"wrong.{kind}").write_bytes(packed[:15] + b"\xff" * 9 + packed[24:])
     with pytest.raises(UserError) as caught:
         list(read_lines(tmp_path / name))
     assert name in str(caught.value) and "\n" not in str(caught.value)
@@ -133,8 +287,7 @@ def test_slices_of_the_phrases_yield_those_phrases(tmp_path):
     first, second = open_sources(config, ("train[:7]", "test[3:5]"))
     assert (first.size, second.size) == (7, 2)
     assert len(list(first.pairs())) == 7
-    drawn = [phrase("test", index, "en", "de") for index in (3, 4)]
-    assert list(second.pairs()) == [(p.source, p.target) for p in drawn]
+    assert list(second.pairs()) == [pair("test", index, "en", "de") for index in (3, 4)]
 
 
 def test_the_digest_of_phrases_depends_on_slice_and_languages(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from tiny_checkpoints import (
 )
 from trees import assert_same_bits
 
+from flaxformer_min.checkpoints import format as checkpoint_format
+from flaxformer_min.checkpoints import saved_state
 from flaxformer_min.checkpoints.average import average
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
@@ -128,6 +131,89 @@ def test_restoring_refuses_another_tokenizer_and_another_models_state(workdir):
         pytest.raises(UserError, match=r"encoder/10/query is float32\[8, 2, 3\] there and"),
     ):
         checkpoints.restore(5, wider)
+
+
+# ---- Paths that Orbax reads as patterns, and what it leaves out
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "name", ["x[1]", "back\\slash", "end\\", "gs:", "*?%41 #'\"\n\u65e5~", " "]
+)
+def test_a_path_of_any_name_holds_checkpoints_that_are_read_and_renamed(tmp_path, name):
+    saved(tmp_path / name / "run", 5, 11)
+    with opened(tmp_path / name / "run") as checkpoints:
+        assert checkpoints.latest_good() == 11
+        assert_same_bits(checkpoints.restore(11, make_state(0)), make_state(11))
+    average(tmp_path / name / "run", tmp_path / name / "mean", last=2)
+    (tmp_path / name).rename(tmp_path / "renamed")
+    for folder, step in (("run", 11), ("run/checkpoints/5", 5), ("mean", 11)):
+        assert load_for_inference(tmp_path / "renamed" / folder).step == step
+
+
+def test_a_directory_gets_another_path_only_where_its_own_has_a_meaning(tmp_path):
+    for name in ("plain-1_2.x, y", "\u65e5", "[", "a\\", "gs:"):
+        (tmp_path / name).mkdir()
+        with checkpoint_format.plain_path(tmp_path / name) as path:
+            assert os.path.samefile(path, tmp_path / name)
+            assert (path == str(tmp_path / name)) == (name[0] in "p\u65e5")
+        assert not path.startswith("/proc") or not os.path.exists(path)
+    assert not checkpoint_format.PLAIN.fullmatch("/gs/bucket")
+
+
+def test_all_processes_of_a_run_give_a_directory_the_same_path(tmp_path, monkeypatch):
+    """Orbax refuses to save where the paths differ. The other process has 211 and 307 in use."""
+    (tmp_path / "[").mkdir()
+    taken = os.open(tmp_path, os.O_RDONLY)
+    os.dup2(taken, 211)
+    others = iter(["211", "307", "307"])
+    monkeypatch.setattr(checkpoint_format, "exchange", lambda text: {0: text, 1: next(others)})
+    with checkpoint_format.plain_path(tmp_path / "[", everywhere=True) as path:
+        assert path == "/proc/self/fd/307"
+        assert os.path.samefile(path, tmp_path / "[")
+    for number in (taken, 211):
+        os.close(number)
+    assert list(others) == []
+
+
+def test_what_orbax_did_not_write_is_noticed_before_the_checkpoint_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_format, "PLAIN", re.compile(".*"))  # Orbax sees the pattern
+    run = tmp_path / "x[1]"
+    with opened(run) as checkpoints:
+        checkpoints.save(make_state(5), 5)
+        with pytest.raises(CheckpointError, match="5: not saved: ValueError: not written whole"):
+            checkpoints.wait()
+    assert names(run) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stored: stored["rest"].pop("step"), "step is missing there and int32[] here"),
+        (
+            lambda stored: stored["params"].update({"params/bias": np.zeros(4, np.float32)}),
+            "params/bias is float32[4] there and float32[3] here",
+        ),
+        (
+            lambda stored: stored["params"].update({"params/bias": np.zeros(3, np.float16)}),
+            "params/bias is float16[3] there and float32[3] here",
+        ),
+    ],
+)
+def test_a_leaf_that_is_missing_or_otherwise_on_the_disk_is_named(
+    tmp_path, monkeypatch, change, message
+):
+    def changed(folder, stored_shapes=saved_state.stored_shapes):
+        stored = stored_shapes(folder)
+        change(stored)
+        return stored
+
+    monkeypatch.setattr(saved_state, "stored_shapes", changed)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(make_state(5), 5)
+        with pytest.raises(CheckpointError, match=re.escape(f"was not written whole: {message}")):
+            checkpoints.wait()
+    assert names(tmp_path) == []
 
 
 # ---- What is read

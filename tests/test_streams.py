@@ -90,6 +90,18 @@ def test_invalid_utf8_is_named_or_replaced(translator):
     assert found == stream(translator, "now\ndogs\n\ufffd\nsee\n".encode())
 
 
+def test_lines_too_long_are_counted_over_all_groups_of_a_stream(translator, caplog, tmp_path):
+    """The tiny model takes 16 tokens."""
+    (tmp_path / "prefix").write_text("see\n" * 7 + "see " * 99 + "\n")
+    pieces = [b"see " * 99 + b"\n"] * 7 + [b"see\n"]
+    stream(translator, *pieces, prefix=str(tmp_path / "prefix"))
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        *(f"source, line {number}" for number in (1, 2, 3)),
+        "lines of more tokens than the model takes",
+    ]
+    assert caplog.messages[-1].endswith(": 8")
+
+
 def test_prefixes_go_with_their_lines_over_blocks(translator, tmp_path):
     path = tmp_path / "prefix"
     path.write_text("Hunde\n\njetzt\n")

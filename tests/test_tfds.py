@@ -395,13 +395,22 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(tiny_pairs, name
     assert repr(name) in message and "train (53 examples), test (7 examples)" in message
 
 
-def test_without_a_network_the_error_says_where_archives_can_lie(tmp_path, monkeypatch):
+def test_without_a_network_the_error_says_where_archives_can_lie(tmp_path, monkeypatch, caplog):
     for key in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(key, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setattr(downloader, "MAX_RETRIES", 0)  # ten take minutes
+    asked, send = [], downloader.requests.Session.request
+    monkeypatch.setattr(
+        downloader.requests.Session,
+        "request",
+        lambda *arguments, **options: asked.append(options) or send(*arguments, **options),
+    )
     message = message_of(config_of(tmp_path, source=WMT14))
-    assert "europarl-v7.tgz" in message
+    assert "europarl-v7.tgz" in message and "\n" not in message
+    # Each try waits for seconds at most; nobody hears of those that are followed by another one.
+    assert {sum(options["timeout"][:1]) for options in asked} == {4}
+    assert downloader.MAX_RETRIES == 10  # and other users of TFDS in this process are as before
+    assert [record for record in caplog.records if record.name.startswith("urllib3")] == []
     assert f"you can put into {tmp_path}/downloads/manual" in message
 
 
@@ -428,6 +437,9 @@ def test_text_that_is_not_utf8_is_named_by_its_place(tmp_path):
     if place > 1:
         list(read_pairs(config, (f"train[:{place - 1}]",)))
     assert "example 1:" in message_of(config, f"train[{place - 1}:]")
+    replacing = config_of(tmp_path, errors="replace")
+    lines = {line for pair in read_pairs(replacing, ("train",)) for line in pair}
+    assert len([line for line in lines if "\ufffd" in line]) > 0
 
 
 DAMAGES = ("cut", "missing", "fewer", "overwritten")

@@ -2,16 +2,19 @@
 
 import dataclasses
 import io
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import sentencepiece
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data import tokenizer as tokenizer_room
-from flaxformer_min.data.tokenizer import (
-    Tokenizer,
+from flaxformer_min.data import tokenizer_training
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import (
     _emptied,
     _sample,
     prepare_tokenizer,
@@ -67,7 +70,7 @@ def test_trained_ids_are_pad_0_unk_1_bos_2_eos_3(tokenizer):
         "<pad> <unk> <s> </s> <0x0A>",
         "line\u2028separator \u202f narrow \u00a0 wide \u3000",
         "NUL \x00 VT \x0b FF \x0c NEL \x85 TAB\t",
-        "emoji 😀 👩\u200d🚀, 漢字, e\u0301 and é, \ufeff, \uffff",
+        "emoji 😀 👩\u200d🚀, 漢字, é, \u200b, \ufeff, \uffff",
         "300 " + "'" * 300,
         "\u2585\u2047",
     ],
@@ -76,6 +79,37 @@ def test_text_comes_back_as_it_was(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert set(ids[:-1]).isdisjoint((0, 1, 2, 3)) and ids[-1] == tokenizer.eos_id
+
+
+@pytest.mark.parametrize(
+    ("apart", "together"),
+    [
+        ("e\u0301", "\u00e9"),
+        ("o\u0302\u0323", "\u1ed9"),  # marks in the other order
+        ("\u1112\u1161\u11ab", "\ud55c"),  # Hangul, whose syllables are in no table
+        ("\u2126", "\u03a9"),  # Ohm is Omega
+        ("q\u0323\u0307", "q\u0323\u0307"),  # there is no such letter
+    ],
+)
+def test_letters_that_look_the_same_have_the_same_ids(tokenizer, apart, together):
+    assert apart.isascii() is False and tokenizer.encode(apart) == tokenizer.encode(together)
+    assert tokenizer.encode_batch(["a", apart])[1] == tokenizer.encode(together)
+    assert tokenizer.decode(tokenizer.encode(apart)) == together
+
+
+def test_decomposed_lines_train_the_same_tokenizer(tokenizer):
+    apart = [unicodedata.normalize("NFD", line) for line in LINES]
+    assert apart != LINES and train_tokenizer(apart, CONFIG) == tokenizer.model_bytes
+
+
+def test_a_model_that_says_nothing_of_nfc_gets_the_text_as_it_is(tokenizer):
+    """So were all models that this program trained before, and those that come from elsewhere."""
+    earlier = ModelProto.FromString(tokenizer.model_bytes)
+    assert earlier.normalizer_spec.name == "nfc"
+    earlier.normalizer_spec.name = "identity"
+    unmarked = Tokenizer(earlier.SerializeToString())
+    assert unmarked.decode(unmarked.encode("e\u0301")) == "e\u0301"
+    assert [unmarked.encode(line) for line in LINES] == tokenizer.encode_batch(LINES)
 
 
 def test_the_space_mark_of_sentencepiece_comes_back_as_a_space(tokenizer):
@@ -131,7 +165,7 @@ def test_the_same_lines_and_config_give_the_same_bytes(tokenizer):
 
 
 def test_the_seed_decides_which_lines_are_used_where_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(tokenizer_room, "TRAINING_LINES", 59)
+    monkeypatch.setattr(tokenizer_training, "TRAINING_LINES", 59)
     few = dataclasses.replace(CONFIG, vocab_size=310)
     models = {train_tokenizer(LINES, dataclasses.replace(few, seed=seed)) for seed in (1, 1, 5)}
     assert len(models) == 2
@@ -251,7 +285,7 @@ def test_a_foreign_model_that_kills_the_interpreter_kills_another_one(
     path.write_bytes(tokenizer.model_bytes)
     assert Tokenizer.load(path).sha256 == tokenizer.sha256
     monkeypatch.setattr(tokenizer_room, "_TRIAL", trial)
-    monkeypatch.setattr(tokenizer_room, "processor", lambda _: pytest.fail("parsed here"))
+    monkeypatch.setattr(tokenizer_room, "_processor", lambda _: pytest.fail("parsed here"))
     with pytest.raises(UserError, match=r"some\.model: not a SentencePiece model, or damaged$"):
         Tokenizer.load(path)
 

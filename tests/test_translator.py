@@ -17,7 +17,8 @@ from flaxformer_min.checkpoints.format import Loaded
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config, DataConfig, DecodeConfig, ModelConfig
 from flaxformer_min.data.batch import Batch, padded
-from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 from flaxformer_min.decoding import translator as translate
 from flaxformer_min.decoding.batches import plan_batches
 from flaxformer_min.decoding.options import Options
@@ -237,11 +238,43 @@ def test_a_line_too_long_is_translated_from_its_first_tokens_with_one_warning(tr
         cut, whole, _ = translator.translate([long, first, "one"], first_line=101)
     assert cut == whole
     assert list(cut.source) == tokenizer.encode(first)
-    assert [record.getMessage()[:9] for record in caplog.records] == ["line 101:"]
+    assert [record.getMessage()[:17] for record in caplog.records] == ["source, line 101:"]
     caplog.clear()
     one, other = translator.score([("see", long), ("see", first)])
     assert one == other
-    assert [record.getMessage()[:7] for record in caplog.records] == ["line 1:"]
+    assert [record.getMessage()[:15] for record in caplog.records] == ["target, line 1:"]
+
+
+def test_of_many_lines_too_long_the_first_are_named_and_all_are_counted(translator, caplog):
+    long = "see a cat " * 40
+    translator.translate([long, "one", *[long] * 98], prefixes=["one", long, *["one"] * 98])
+    messages = caplog.messages
+    assert [text.split(":")[0] for text in messages[:3]] == [
+        f"source, line {number}" for number in (1, 3, 4)
+    ]
+    assert messages[3:] == ["lines of more tokens than the model takes: 100"]
+    caplog.clear()
+    translator.translate(["one"], prefixes=[long])
+    assert [text.split(":")[0] for text in caplog.messages] == ["prefix, line 1"]
+
+
+def test_lines_longer_than_what_the_model_was_trained_on_are_counted(translator, caplog):
+    """The model takes 23 tokens and, here, was trained on at most 11."""
+    data = dataclasses.replace(DATA, max_length=11)
+    short = Translator(dataclasses.replace(CONFIG, data=data), translator.tokenizer, params={})
+    short.params = translator.params
+    lines = ["one " * words for words in range(1, 30)]
+    tokens = [len(translator.tokenizer.encode(line)) for line in lines]
+    over = [count for count in tokens if 11 < count <= 23]
+    assert len(over) > 1 and max(tokens) > 23
+    for found in (lambda: short.translate(lines), lambda: short.score([("one", x) for x in lines])):
+        caplog.clear()
+        found()
+        (message,) = [text for text in caplog.messages if "trained on none" in text]
+        assert f"more than 11 tokens: {len(over)}, the longest of {max(over)};" in message
+    caplog.clear()
+    short.translate(["one"])
+    assert caplog.messages == []
 
 
 @pytest.mark.run

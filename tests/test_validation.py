@@ -14,8 +14,9 @@ from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh
 from flaxformer_min.training.state import init_state
-from flaxformer_min.training.validation import GivenUp, Validation
+from flaxformer_min.training.validation import GivenUp, Validation, measure_of
 from flaxformer_min.training.workdir import claim
+from tools.tiny_config import changed
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,18 @@ def validation_with(translate, tiny, data):
     graphdef, _ = split_model(tiny.model, data.tokenizer.vocab_size)
     mesh = make_mesh(tiny.mesh)
     return Validation(tiny, data, graphdef, mesh, translate), params
+
+
+def test_scores_compare_only_between_equal_texts_and_searches(tiny):
+    by_loss = changed(tiny, "train", best_metric="loss")
+    search = {"beam_size": 3, "length_penalty_alpha": 0.7, "bleu_tokenize": "char"}
+    for config, comparable in ((tiny, False), (by_loss, True)):
+        measure = measure_of(config, "digest")
+        assert measure != measure_of(config, "another")
+        assert measure == measure_of(changed(config, "data", validation=("x.en", "x.de")), "digest")
+        for name, value in search.items():
+            other = measure_of(changed(config, "decode", **{name: value}), "digest")
+            assert (other == measure) is comparable
 
 
 @pytest.mark.run

@@ -1,15 +1,17 @@
 """What a workdir lets in: its own run, and nothing that would mix two."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flaxformer_min.config_rules import config_to_json
-from flaxformer_min.data.tokenizer import prepare_tokenizer
+from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.training import loop, prepared_data
 from flaxformer_min.training.prepared_data import prepare_data
@@ -150,6 +152,7 @@ def test_a_process_that_does_not_see_what_process_0_prepared_says_so(
     for name in seen:
         shutil.copy(there / name, here)
     monkeypatch.setattr(prepared_data, "broadcast", lambda work: digests)
+    monkeypatch.setattr(prepared_data, "is_first", lambda: False)
     with pytest.raises(UserError, match=f"--workdir {here}: must be on a disk that all processes"):
         prepare_data(tiny, here)
     assert prepare_data(tiny, there).tokenizer.sha256 == digests["tokenizer"]
@@ -216,6 +219,16 @@ def test_a_config_of_something_else_is_named_and_left_alone(tiny, tmp_path, text
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [text]
 
 
+def test_validation_on_the_training_text_gets_a_warning(tiny, tmp_path, caplog):
+    same = changed(tiny, "data", validation=tiny.data.train)
+    for config, warned in ((tiny, False), (same, True)):
+        caplog.clear()
+        workdir = tmp_path / str(warned)
+        workdir.mkdir()
+        prepare_data(config, workdir)
+        assert ("is in data.train too" in caplog.text) == warned
+
+
 def test_the_corpus_report_says_what_was_read_kept_and_dropped(tiny, tmp_path):
     claim(tmp_path, tiny)
     data = prepare_data(tiny, tmp_path)
@@ -223,3 +236,140 @@ def test_the_corpus_report_says_what_was_read_kept_and_dropped(tiny, tmp_path):
     (train,), (validation,) = report["train"]["sources"], report["validation"]["sources"]
     assert train["read"] == 200 == train["kept"] + sum(train["dropped"].values())
     assert (train["kept"], validation["kept"]) == (len(data.train), 41)
+
+
+# ---- What a failed start leaves
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+FAILURES = {
+    "a missing file": ("data", {"train": ("train.en", "missing.de")}, "missing.de"),
+    "a missing validation file": ("data", {"validation": ("no.en", "no.de")}, "no.en"),
+    "too many pieces": ("data", {"vocab_size": 5000}, "vocab_size: 5000 is more than"),
+    "a missing tokenizer": ("data", {"tokenizer": "none.model"}, "none.model"),
+    "no weights to begin with": ("train", {"initialize_from": "nowhere"}, "nowhere: no such dir"),
+    "no space": ("train", {}, "are free and .* needed"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("before", ["nothing", "a folder", "a file of the user"])
+def test_a_start_that_fails_leaves_what_it_found(tiny, tmp_path, monkeypatch, failure, before):
+    section, values, message = FAILURES[failure]
+    if failure == "no space":
+        full = SimpleNamespace(free=0)
+        monkeypatch.setattr("flaxformer_min.checkpoints.store.shutil.disk_usage", lambda _: full)
+    workdir = tmp_path / "new" / "run"
+    if before != "nothing":
+        workdir.mkdir(parents=True)
+    if before == "a file of the user":
+        (workdir / "notes").write_text("mine")
+        (workdir / "tensorboard").mkdir()
+    found = tree(tmp_path)
+    with pytest.raises(UserError, match=message):
+        loop.run(changed(tiny, section, **values), workdir)
+    assert tree(tmp_path) == found
+
+
+def test_a_disk_that_fails_leaves_nothing_and_a_stop_or_a_step_leaves_all(tiny, tmp_path):
+    def end(error: BaseException, log: str = "") -> list[str]:
+        with pytest.raises(type(error)), hold(tmp_path / "run", tiny):
+            (tmp_path / "run" / "metrics.jsonl").write_text(log)
+            (tmp_path / "run" / "corpus").mkdir(exist_ok=True)
+            raise error
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+
+    everything = [f"run/{name}" for name in ("config.json", "corpus", "lock", "metrics.jsonl")]
+    assert end(OSError(28, "No space left on device")) == []
+    assert end(KeyboardInterrupt()) == ["run", *everything]  # what was encoded is not lost
+    shutil.rmtree(tmp_path / "run")
+    assert end(OSError(28, "No space left on device"), "{}\n") == ["run", *everything]
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    fake_checkpoint(tmp_path / "run")
+    shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "checkpoints")
+    with pytest.raises(UserError), hold(tmp_path / "run", tiny):
+        shutil.move(tmp_path / "checkpoints", tmp_path / "run" / "checkpoints")
+        raise UserError("after the first checkpoint")
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+def test_what_a_start_puts_where_others_put_a_file_meanwhile_stays(tiny, tmp_path):
+    with pytest.raises(UserError), hold(tmp_path / "run", tiny):
+        (tmp_path / "run" / "notes").write_text("mine")
+        raise UserError("failed")
+    assert tree(tmp_path) == {"run": None, "run/notes": b"mine"}
+
+
+# ---- Links and names
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "corpus"])
+def test_a_link_to_what_is_not_there_is_refused_and_nothing_changed(tiny, tmp_path, name):
+    run = tmp_path / "run"
+    if name:
+        claim_in(run, tiny)
+    (run / name).symlink_to(tmp_path / "unmounted")
+    found = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=f"^{run / name}: is a link to {tmp_path}/unmounted, which"):
+        loop.run(tiny, run)
+    assert sorted(tmp_path.rglob("*")) == found
+
+
+def claim_in(run: Path, tiny) -> None:
+    run.mkdir()
+    claim(run, tiny)
+    (run / "tokenizer.model").write_text("of the run")
+
+
+@pytest.mark.run
+def test_a_linked_workdir_and_a_linked_corpus_are_used_and_their_targets_stay(tiny, tmp_path):
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    run = tmp_path / "run"
+    run.symlink_to(tmp_path / "disk" / "run")
+    with hold(run, tiny):
+        data = prepare_data(tiny, run)
+    digest = json.loads((run / "corpus.json").read_text())["train"]["digest"]
+    linked, target = run / "corpus" / digest, tmp_path / "disk" / "corpus"
+    linked.rename(target)
+    linked.symlink_to(target)
+    lengths = data.train.lengths.tolist()
+    with hold(run, tiny):
+        assert prepare_data(tiny, run).train.lengths.tolist() == lengths
+    assert linked.is_symlink()
+    (target / "ids").write_bytes(b"damaged")
+    (run / "corpus" / "1.partial").symlink_to(target)
+    with hold(run, tiny):
+        assert prepare_data(tiny, run).train.lengths.tolist() == lengths
+    assert not linked.is_symlink() and (target / "ids").read_bytes() == b"damaged"
+    shutil.rmtree(linked)
+    linked.symlink_to(tmp_path / "nothing")
+    with hold(run, tiny):
+        assert prepare_data(tiny, run).train.lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"x" * 245 + b"/" + b"x/" * 1_900])
+def test_a_workdir_whose_name_cannot_be_kept_is_refused_before_anything_is_made(
+    tiny, tmp_path, name
+):
+    with pytest.raises(UserError, match=r"^[^\n]*(is not UTF-8|bytes, at most 3900)[^\n]*$"):
+        loop.run(tiny, tmp_path / os.fsdecode(name))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_process_0_cannot_read_itself_is_not_laid_to_a_shared_disk(
+    tiny, tmp_path, monkeypatch
+):
+    def failing(*_):
+        raise OSError(24, "Too many open files", "ids")
+
+    claim(tmp_path, tiny)
+    monkeypatch.setattr(prepared_data, "open_split", failing)
+    with pytest.raises(OSError, match="Too many open files: 'ids'"):
+        prepare_data(tiny, tmp_path)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config, DataConfig, ModelConfig, TrainConfig
-from flaxformer_min.data.tokenizer import Tokenizer, train_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 
 CONFIG = Config(
     model=ModelConfig(num_layers=1, d_model=10, d_ff=3, num_heads=2, d_k=5, d_v=7),

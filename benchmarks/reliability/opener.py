@@ -14,7 +14,7 @@ from pathlib import Path
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config
 from flaxformer_min.config_file import load_config
-from flaxformer_min.data.tokenizer import prepare_tokenizer
+from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import CheckpointError
 from flaxformer_min.training.prepared_data import prepare_data

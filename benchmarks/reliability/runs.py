@@ -111,7 +111,8 @@ class Run:
         self.starts += 1
         if cold:
             shutil.rmtree(self.workdir / "compiled", ignore_errors=True)
-        environ = environment(self.size.devices, **variables)
+        programs = {"JAX_COMPILATION_CACHE_DIR": str(self.workdir / "compiled")}
+        environ = environment(self.size.devices, **programs | variables)
         return Start(self, [sys.executable, *program, *self._arguments], cold, environ)
 
     def finish(self, **options: Any) -> "Start":

@@ -11,11 +11,15 @@ compared before any parser sees a file: a function in this file either says that
 caller must have done so.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import logging
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +30,14 @@ from flaxformer_min.checkpoints.leaves import nested
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_from_json, typed
-from flaxformer_min.data.marian_tokenizer import open_tokenizer
-from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer, open_tokenizer
 from flaxformer_min.errors import UserError
+from flaxformer_min.system.processes import exchange
 from flaxformer_min.system.sealed import checkpoint_errors, verify
 
 ARRAYS, CONFIG, TOKENIZER, META = "arrays", "config.json", "tokenizer.model", "meta.json"
+# A path without a sign or a first folder that Orbax, etils or tensorstore give a meaning to.
+PLAIN = re.compile(r"(?!/(gs|s3|az|hf)/)[\w/ .,+=@~-]*")
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 
 # If a save fails, its result() raises the error, and a thread of Orbax also logs a traceback, which
@@ -72,7 +78,7 @@ def read_meta(folder: Path) -> Meta:
     Raises CheckpointError if it is damaged, and UserError for another format version.
     """
     verify(folder, [META])
-    return _parse_meta(folder)
+    return parse_meta(folder)
 
 
 def read_config(folder: Path) -> Config:
@@ -89,7 +95,7 @@ def read_checkpoint(folder: Path) -> Loaded:
     Raises UserError for a config or tokenizer that this version of the program does not know, and
     CheckpointError for arrays that cannot be read.
     """
-    config, meta = read_config(folder), _parse_meta(folder)
+    config, meta = read_config(folder), parse_meta(folder)
     try:
         tokenizer = open_tokenizer((folder / TOKENIZER).read_bytes())
     except UserError as error:
@@ -101,21 +107,46 @@ def read_checkpoint(folder: Path) -> Loaded:
     return Loaded(config, tokenizer, tree["params"], meta.step)
 
 
-def _parse_meta(folder: Path) -> Meta:
+def parse_meta(folder: Path) -> Meta:
+    """Reads meta.json, which has been verified. Raises CheckpointError if it makes no sense."""
+    content = (folder / META).read_bytes()
     with checkpoint_errors(folder / META, "damaged"):
-        return typed(Meta, json.loads((folder / META).read_bytes()), whole=META)
+        return typed(Meta, json.loads(content), whole=META)
 
 
 def stored_shapes(folder: Path) -> dict[str, Any]:
     """Returns the shapes and dtypes of the stored leaves, by part and name."""
-    with checkpoint_errors(folder / ARRAYS, "cannot be read"):
-        parts = ocp.checkpointables_metadata(str(folder / ARRAYS)).metadata
+    with checkpoint_errors(folder / ARRAYS, "cannot be read"), plain_path(folder) as path:
+        parts = ocp.checkpointables_metadata(f"{path}/{ARRAYS}").metadata
         if None in parts.values():  # Orbax logs the reason
-            raise ValueError("another version's, or damaged before the manifest was written")
+            raise ValueError("not written whole, or not by this version; a warning above says more")
         return parts
 
 
 def read_arrays(folder: Path, like: Any) -> Any:
     """Reads the stored leaves, by part and name, with the shapes and shardings of `like`."""
-    with checkpoint_errors(folder / ARRAYS, "cannot be read"):
-        return ocp.load_checkpointables(str(folder / ARRAYS), like)
+    with checkpoint_errors(folder / ARRAYS, "cannot be read"), plain_path(folder) as path:
+        return ocp.load_checkpointables(f"{path}/{ARRAYS}", like)
+
+
+@contextlib.contextmanager
+def plain_path(folder: Path, *, everywhere: bool = False) -> Generator[str, None, None]:
+    """A context with a path to a directory in which no sign has a meaning for Orbax.
+
+    Orbax and what it is built on look for names that match a path with `[`, take `\\` for `/`, and
+    `gs:` for the beginning of a URL. A directory with such a path is opened here, and Linux gives
+    each directory that a process has open a path of digits. `everywhere` makes it the same path in
+    all processes of the run, which all have to call this then.
+    """
+    if PLAIN.fullmatch(str(folder)):
+        yield str(folder)
+        return
+    number = os.open(folder, os.O_RDONLY)
+    while everywhere and len(numbers := set(exchange(str(number)).values())) > 1:
+        if number < (highest := max(map(int, numbers))):
+            lower, number = number, fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, highest)
+            os.close(lower)
+    try:
+        yield f"/proc/self/fd/{number}"
+    finally:
+        os.close(number)

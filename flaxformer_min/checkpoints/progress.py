@@ -14,11 +14,12 @@ class Progress(NamedTuple):
     best_score: float | None = None  # a result of `score`; None before the first evaluation
     best_step: int | None = None
     evaluations_since: int = 0  # how many evaluations after the best one were no better
+    measure: str | None = None  # of what and how it was measured: only equal ones compare
 
     def after(self, score: float, step: int) -> "Progress":
         """Returns the progress after the evaluation at `step`; an equal score is no better."""
         if self.best_score is None or score > self.best_score:
-            return Progress(score, step, 0)
+            return Progress(score, step, 0, self.measure)
         return self._replace(evaluations_since=self.evaluations_since + 1)
 
     def exhausted(self, patience: int | None) -> bool:
@@ -29,9 +30,15 @@ class Progress(NamedTuple):
 def score(record: Mapping[str, Any], metric: Literal["bleu", "loss"]) -> float:
     """Returns the score of an evaluation's record, higher being better.
 
-    It is the BLEU score, or the negated validation loss; a loss that is not finite ranks last.
+    It is the BLEU score, or the negated validation loss; a loss that is not finite ranks last. A
+    BLEU that prints as 0.00 says nothing yet, so that the loss ranks there too, below every BLEU.
     """
-    if metric == "bleu":
+    if metric == "bleu" and says_something(record["bleu"]):
         return record["bleu"]["score"]
     loss = record["validation_loss"]
     return -loss if math.isfinite(loss) else -math.inf
+
+
+def says_something(bleu: Mapping[str, Any]) -> bool:
+    """Whether a BLEU record has a score that does not print as 0.00."""
+    return bleu["score"] >= 0.005

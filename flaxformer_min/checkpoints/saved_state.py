@@ -1,5 +1,6 @@
 """The whole state of a run in a checkpoint: how it is written, and read back as it was."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from flaxformer_min.checkpoints.format import (
     META,
     TOKENIZER,
     Meta,
+    plain_path,
     read_arrays,
     stored_shapes,
 )
@@ -23,6 +25,7 @@ from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_to_json
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
+from flaxformer_min.system.processes import is_first
 
 
 def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
@@ -30,8 +33,12 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
 
     Every process of a run has to call this. `tree` is a state, or {"params": params}; its buffers
     may be donated as soon as this returns. The function that is returned waits until the arrays are
-    written and raises the error if they could not be.
+    written and raises the error if they could not be; process 0 then looks whether every one of
+    them is there, with its shape and dtype.
     """
+    parts = _parts(tree)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parts)
+    path = contextlib.ExitStack()
     context = ocp.Context()
     # Orbax would wait up to 20 minutes for a directory that it cannot make in the background.
     context.asynchronous.create_directories_asynchronously = False
@@ -40,7 +47,16 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     # outlive the removal of the directory.
     context.array.saving.enable_write_sharding_file = False
     with context:
-        return ocp.save_checkpointables_async(str(folder / ARRAYS), _parts(tree)).result
+        to = path.enter_context(plain_path(folder, everywhere=True))
+        written = ocp.save_checkpointables_async(f"{to}/{ARRAYS}", parts)
+
+    def finish() -> None:
+        with path:
+            written.result()
+        if is_first():
+            _refuse_difference(stored_shapes(folder), shapes, f"{folder}: was not written whole")
+
+    return finish
 
 
 def write_description(folder: Path, config: Config, tokenizer: Tokenizer, meta: Meta) -> None:
@@ -57,16 +73,24 @@ def read_state(folder: Path, like: Any) -> Any:
     Raises UserError if leaves differ in name, shape or dtype, and CheckpointError for arrays that
     cannot be read.
     """
-    stored, wanted = stored_shapes(folder), _parts(like)
-    for part, leaves in wanted.items():
-        if (found := difference(stored.get(part, {}), leaves)) is not None:
-            raise UserError(f"{folder}: holds another state than this run's: {found}")
+    wanted = _parts(like)
+    _refuse_difference(
+        stored_shapes(folder), wanted, f"{folder}: holds another state than this run's"
+    )
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), wanted
     )
     parts = read_arrays(folder, abstract)
     leaves = {name: leaf for part in parts.values() for name, leaf in part.items()}
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in named_leaves(like)])
+
+
+def _refuse_difference(stored: dict[str, Any], wanted: dict[str, Any], problem: str) -> None:
+    """Raises UserError with the problem and the first leaf that differs in shape or dtype."""
+    for part, leaves in wanted.items():
+        if (found := difference(stored.get(part, {}), leaves)) is not None:
+            cause = "; it was trained with JAX_ENABLE_X64" if "float64" in found else ""
+            raise UserError(f"{problem}: {found}{cause}")
 
 
 def _parts(tree: Any) -> dict[str, dict[str, Any]]:

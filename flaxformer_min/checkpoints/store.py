@@ -47,8 +47,8 @@ class Checkpoints:
     """The checkpoints of a training run; only one run at a time may hold a workdir.
 
     After every save there remain the `train.keep_last` newest regular ones, the `train.keep_best`
-    best by `train.best_metric` (of equal scores the later one), and the newest of all. In a run of
-    several processes every process writes and reads arrays; process 0 does everything else.
+    best by `train.best_metric` (of equal scores the earlier one), and the newest of all. In a run
+    of several processes every process writes and reads arrays; process 0 does everything else.
     """
 
     def __init__(self, workdir: str | Path, config: Config, tokenizer: Tokenizer) -> None:
@@ -151,8 +151,7 @@ class Checkpoints:
             interim=interim,
         )
         with _discarded_on_error(folder):
-            if is_first():
-                sealed.begin(folder)
+            on_first(lambda: sealed.begin(folder))
             await_arrays = start_writing(sealed.unfinished(folder), state)
         self._pending = self._pool.submit(self._finish, folder, await_arrays, meta)
 

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -28,10 +27,13 @@ from flaxformer_min.data.sources import open_sources
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import locked
-from flaxformer_min.system.sealed import CheckpointError, publish, verify
+from flaxformer_min.system.sealed import CheckpointError, publish, remove, verify
 
 PAIRS_AT_ONCE = 4096  # a list bounds the memory; SentencePiece is fastest on many lines
 LAYOUT = 2  # version of these files; it is part of DIGEST
+# Shares above which a warning says so.
+MUCH_LOST = 0.1  # of the pairs: dropped, or cut
+MUCH_UNKNOWN = 0.01  # of the pieces of a side
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ def prepare_split(
     `keep_all` (validation, test) no pair is dropped: a side too long is cut and still ends in EOS.
 
     Returns the corpus and a report made of plain JSON: the DIGEST, the number of pairs kept, and
-    the counts of `_new_report` for each source.
+    the counts of `_new_report` for each source, which are told on the terminal too.
     Raises UserError if no pair is left, or the cache cannot be written.
     """
     sources = open_sources(config, names)
@@ -91,8 +93,11 @@ def prepare_split(
         report = json.loads((folder / "report.json").read_bytes())
     for source, counts in zip(sources, report["sources"], strict=True):
         counts["name"] = source.name  # the same text may have been read under another name
+        counts["digest"] = source.digest
     if not report["kept"]:
         raise UserError(_nothing_left(names, report["sources"]))
+    for counts in report["sources"]:
+        _tell(counts, limit)
     corpus = open_split(cache_dir, folder.name, tokenizer)
     return corpus, {"digest": folder.name, **report}
 
@@ -128,7 +133,7 @@ def _is_whole(folder: Path) -> bool:
         return True
     except (CheckpointError, UserError) as error:
         _log.warning("%s; the corpus is encoded again", error)
-        shutil.rmtree(folder)
+        remove(folder)
         return False
 
 
@@ -138,7 +143,7 @@ def _write(
     """Writes a split; a kill or an error leaves nothing under its name."""
     for killed in folder.parent.glob("*.partial"):  # nobody else writes: this process has the lock
         if killed.is_dir():  # a tokenizer of the same cache is a file
-            shutil.rmtree(killed)
+            remove(killed)
     with publish(folder) as new:
         with open(new / "ids", "wb") as ids, open(new / "lengths", "wb") as lengths:
             writer = _Writer(ids, lengths, tokenizer, limit, keep_all)
@@ -223,6 +228,32 @@ def _batches(source: PairSource) -> Iterator[list[tuple[str, str]]]:
         while batch := list(itertools.islice(pairs, PAIRS_AT_ONCE)):
             yield batch
             bar.update(len(batch))
+
+
+def _tell(counts: dict[str, Any], limit: int) -> None:
+    """Prints what became of the pairs of a source, and warns where much is lost or unknown."""
+    name, read, cut = counts["name"], max(counts["read"], 1), counts["cut"]
+    blank, too_long = counts["dropped"]["blank"], counts["dropped"]["too_long"]
+    rates = " and ".join(f"{rate:.2%}" for rate in counts["unknown_piece_rate"])
+    print(
+        f"{name}: {counts['kept']} of {counts['read']} pairs kept, {blank} dropped for a blank "
+        f"side and {too_long} over data.max_length ({limit}), {cut} cut to it; "
+        f"of source and target pieces {rates} unknown",
+        file=sys.stderr,
+    )
+    if (lost := (blank + too_long + cut) / read) > MUCH_LOST:
+        longest = " and ".join(map(str, counts["longest"]))
+        _log.warning(
+            "%s: %.0f%% of the pairs were dropped or cut; the longest sides have %s tokens, and "
+            "data.max_length is %d",
+            *(name, 100 * lost, longest, limit),
+        )
+    if max(counts["unknown_piece_rate"]) > MUCH_UNKNOWN:
+        _log.warning(
+            "%s: %s of the pieces are unknown to the tokenizer; data.byte_fallback or a tokenizer "
+            "of this text would keep them",
+            *(name, rates),
+        )
 
 
 def _nothing_left(names: Sequence[str], reports: list[dict[str, Any]]) -> str:

@@ -1,5 +1,6 @@
 """Pairs of lines: the one form in which every kind of parallel text is read."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,3 +15,8 @@ class PairSource(NamedTuple):
     digest: str
     size: int  # pairs
     pairs: Callable[[], Iterator[tuple[str, str]]]  # source and target line of each pair
+
+
+def one_line(text: str) -> str:
+    """Returns a text as one line: a line break at its end is dropped, any other becomes a space."""
+    return re.sub("\r?\n", " ", text.removesuffix("\n").removesuffix("\r"))

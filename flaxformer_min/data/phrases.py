@@ -9,8 +9,12 @@ differ only in what neither text shows: values are drawn at the resolution at wh
 shown, and names which the source language does not tell apart are left out. A text that several
 styles share ("May 3, 2026" is both the long and the medium date) is translated in the first.
 
-*No held-out source occurs in training.* The source text alone decides which split it belongs to
-(`split_of`); candidates are drawn until one belongs to the split asked for.
+*A source is written in every way.* CLDR writes spaces and marks that no keyboard has, as U+2009
+around a dash and U+202F before AM. `spellings` has the source as CLDR writes it and as it is typed;
+each pair of the corpus has one of them, drawn. The target is always as CLDR writes it.
+
+*No held-out source occurs in training.* The source text alone, however it is spelt, decides which
+split it belongs to (`split_of`); candidates are drawn until one belongs to the split asked for.
 """
 
 import functools
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple
 
 from babel import Locale, UnknownLocaleError, localedata
 
-from flaxformer_min.data.cldr import CATEGORIES, Category, Dice
+from flaxformer_min.data.cldr import CATEGORIES, Category, Dice, plainest, spellings
 from flaxformer_min.errors import UserError, nearest
 
 SPLITS = ("train", "validation", "test")
@@ -35,8 +39,8 @@ class Phrase(NamedTuple):
 
 
 def split_of(source: str) -> str:
-    """Returns the split that a source text belongs to, in every language."""
-    digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
+    """Returns the split that a source text belongs to, in every language and spelling."""
+    digest = hashlib.blake2b(plainest(source).encode(), digest_size=8).digest()
     held_out = {0: "validation", 1: "test"}
     return held_out.get(int.from_bytes(digest, "big") % _HELD_OUT_SHARE, "train")
 
@@ -56,9 +60,16 @@ def phrase(split: str, index: int, source_language: str, target_language: str) -
     style = next(
         style
         for style in category.styles
-        if style == drawn or category.render(value, style, source_locale) == source
+        if style == drawn
+        or plainest(category.render(value, style, source_locale)) == plainest(source)
     )
     return Phrase(source, category.render(value, style, target_locale), name)
+
+
+def pair(split: str, index: int, source_language: str, target_language: str) -> tuple[str, str]:
+    """Returns source and target of a phrase, as the corpus has them: in one of its spellings."""
+    source, target, _ = phrase(split, index, source_language, target_language)
+    return Dice(f"{split} {index} spelling").choice(spellings(source)), target
 
 
 def _draw(category: Category, split: str, index: int, source: Locale) -> tuple[str, Any, str]:

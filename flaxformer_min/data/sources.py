@@ -8,14 +8,17 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flaxformer_min.config import DataConfig
-from flaxformer_min.data.lines import opened, read_lines
+from flaxformer_min.data.lines import Errors, opened, read_lines, require_regular
 from flaxformer_min.data.pairs import PairSource
 from flaxformer_min.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 HASHED_PHRASES = 256  # about so many phrases of a slice are hashed, evenly spread
 
@@ -35,9 +38,10 @@ def open_sources(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
     A TFDS dataset that is not prepared yet is prepared now. Raises UserError if a file is missing,
     two files of a pair differ in their number of lines, or a name is not understood.
     """
-    kinds = {"files": _open_files, "phrases": _open_phrases, "tfds": _open_tfds}
-    if config.source_kind not in kinds:
-        raise UserError(f"data.source: {config.source!r} is unknown; use {', '.join(kinds)}:NAME")
+    kinds = {"files": _open_files, "phrases": _open_phrases, "tfds": _open_tfds, "hf": _open_hf}
+    if config.source_kind not in kinds:  # a config made in Python need not have been validated
+        known = "files, phrases, tfds:NAME/CONFIG or hf:NAME:CONFIG"
+        raise UserError(f"data.source: {config.source!r} is unknown; use {known}")
     return kinds[config.source_kind](config, names)
 
 
@@ -45,19 +49,38 @@ def _open_files(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
     if len(names) % 2:
         raise UserError(f"data: source and target files must alternate, got {', '.join(names)}")
     paths = [Path(config.dir) / name for name in names]
-    return [_open_pair(*pair) for pair in zip(paths[::2], paths[1::2], strict=True)]
+    pairs = list(zip(paths[::2], paths[1::2], strict=True))
+    for path in paths:
+        require_regular(path)
+    for pair in pairs:
+        _warn_if_swapped(config, *pair)
+    return [_open_pair(*pair, config.errors) for pair in pairs]
 
 
-def _open_pair(source: Path, target: Path) -> PairSource:
+def _warn_if_swapped(config: DataConfig, source: Path, target: Path) -> None:
+    """Warns if the endings of two files are the two languages, the other way round."""
+    first, second = config.source_language, config.target_language
+    endings = [set(path.name.split(".")[1:]) & {first, second} for path in (source, target)]
+    if first != second and endings == [{second}, {first}]:
+        _log.warning(
+            "%s is given as source and %s as target, but data.source_language is %s and "
+            "data.target_language %s: are they swapped?",
+            *(source, target, first, second),
+        )
+
+
+def _open_pair(source: Path, target: Path, errors: Errors) -> PairSource:
     (source_size, source_digest), (target_size, target_digest) = _scan(source), _scan(target)
     if source_size != target_size:
         raise UserError(
             f"{source} has {source_size} lines but {target} has {target_size}; "
             "each line needs its translation in the same line of the other file"
         )
+    if source_digest == target_digest and source_size:
+        _log.warning("%s and %s have the same text: is one a translation?", source, target)
 
     def pairs() -> Iterator[tuple[str, str]]:
-        return zip(read_lines(source), read_lines(target), strict=True)
+        return zip(read_lines(source, errors), read_lines(target, errors), strict=True)
 
     return PairSource(f"{source} {target}", source_digest + target_digest, source_size, pairs)
 
@@ -78,7 +101,7 @@ def _open_phrases(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
 
 
 def _open_slice(name: str, *languages: str) -> PairSource:
-    from flaxformer_min.data.phrases import phrase
+    from flaxformer_min.data.phrases import pair
 
     found = re.fullmatch(r"(train|validation|test)\[(\d*):(\d+)\]", name)
     if not found:
@@ -86,7 +109,7 @@ def _open_slice(name: str, *languages: str) -> PairSource:
     split, indices = found[1], range(int(found[2] or 0), int(found[3]))
 
     def render(indices: range) -> Iterator[tuple[str, str]]:
-        return (phrase(split, index, *languages)[:2] for index in indices)
+        return (pair(split, index, *languages) for index in indices)
 
     # Rendering every phrase only to hash it is slow. A sample of the phrases shows whether Babel or
     # the code of the corpus has changed.
@@ -94,6 +117,12 @@ def _open_slice(name: str, *languages: str) -> PairSource:
     text = json.dumps([name, languages, importlib.metadata.version("babel"), some])
     digest = hashlib.sha256(text.encode()).hexdigest()
     return PairSource(f"phrases {name}", digest, len(indices), lambda: render(indices))
+
+
+def _open_hf(config: DataConfig, names: Sequence[str]) -> list[PairSource]:
+    from flaxformer_min.data.hugging_face import open_splits
+
+    return open_splits(config, names)
 
 
 def _open_tfds(config: DataConfig, names: Sequence[str]) -> list[PairSource]:

@@ -5,32 +5,35 @@ Datasets that somebody else prepared as tfrecord, the default of TFDS, are read 
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import itertools
 import json
+import logging
 import os
-import re
 import struct
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from unittest import mock
 
 import tensorflow_datasets as tfds
 import tensorflow_datasets.translate as translation  # this registers the datasets by name
 from google.protobuf.message import DecodeError
-from tensorflow_datasets.core.download import extractor
+from tensorflow_datasets.core.download import downloader, extractor
 
 from flaxformer_min.config import DataConfig
-from flaxformer_min.data.pairs import PairSource
+from flaxformer_min.data.pairs import PairSource, one_line
 from flaxformer_min.errors import UserError, nearest
 from flaxformer_min.system.files import locked
 
 AT_ONCE = 1024  # examples; one by one, array_record is many times slower
 HASHED_EXAMPLES = 16  # the first examples of each file
+RETRIES = 2  # of a download that fails
+TIMEOUTS = 4, 60  # seconds until a host has answered, and between two parts of an answer
 
 
 def open_dataset(config: DataConfig) -> tfds.core.DatasetBuilder:
@@ -79,7 +82,7 @@ def open_texts(builder: tfds.core.DatasetBuilder, config: DataConfig, name: str)
         texts = _texts(builder, name, languages, most)
         for number, (source, target) in enumerate(texts, start=1):
             place = f"{config.source} {name}, example {number}"
-            yield _line(source, place), _line(target, place)
+            yield _line(source, place, config.errors), _line(target, place, config.errors)
 
     files = {part.filename for part in parts}
     stored = [
@@ -151,13 +154,13 @@ def _tfrecord(builder: tfds.core.DatasetBuilder, name: str, most: int) -> Iterat
             raise EOFError(f"{part.filename} lacks {count} examples")
 
 
-def _line(text: bytes, place: str) -> str:
-    """Returns a text as one line: a line break at its end is dropped, any other becomes a space."""
+def _line(text: bytes, place: str, errors: str) -> str:
     try:
-        line = text.decode()
+        return one_line(text.decode(errors=errors))
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 ({error.reason})") from None
-    return re.sub("\r?\n", " ", line.removesuffix("\n").removesuffix("\r"))
+        raise UserError(
+            f"{place}: not UTF-8 ({error.reason}); data.errors 'replace' reads it"
+        ) from None
 
 
 def _builder(name: str, folder: str | None) -> tfds.core.DatasetBuilder:
@@ -192,7 +195,8 @@ def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
         tfds.disable_progress_bar()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock", wait=True), _unpacking_without_tensorflow():
+        lock = locked(folder / "lock", wait=True)
+        with lock, _unpacking_without_tensorflow(), _giving_up_soon():
             if not builder.is_prepared():  # by another process in the meantime
                 builder.download_and_prepare(file_format="array_record")
     except ImportError as error:
@@ -206,6 +210,23 @@ def _prepare(builder: tfds.core.DatasetBuilder, source: str) -> None:
             f"{source}: cannot be prepared in {folder} ({_one_line(error)}); archives that it "
             f"cannot download you can put into {folder / 'downloads' / 'manual'}"
         ) from error
+
+
+@contextlib.contextmanager
+def _giving_up_soon() -> Generator[None]:
+    """A context in which TFDS gives up a host that does not answer after seconds, and silently.
+
+    By itself it waits without end and tries ten times again, with a warning each.
+    """
+    session = downloader.requests.Session
+    get = functools.partialmethod(session.get, timeout=TIMEOUTS)
+    warnings = logging.getLogger("urllib3.connectionpool")
+    with (
+        mock.patch.object(downloader, "MAX_RETRIES", RETRIES),
+        mock.patch.object(session, "get", get),
+        mock.patch.object(warnings, "disabled", True),
+    ):
+        yield
 
 
 def _unpacking_without_tensorflow() -> contextlib.AbstractContextManager:

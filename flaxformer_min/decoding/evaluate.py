@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flaxformer_min.decoding.bleu import bleu_record
+from flaxformer_min.decoding.bleu import bleu_metric, bleu_record
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import DEFAULT, Translator
 from flaxformer_min.errors import UserError
@@ -15,11 +15,12 @@ def evaluate(
     """Translates the sources of (source, reference) pairs and returns the BLEU record.
 
     The record is that of `bleu_record`. Raises UserError if there are no pairs, and for the reasons
-    of `Translator.translate`.
+    of `bleu_metric` and `Translator.translate`.
     """
     if not pairs:
         raise UserError("no lines to evaluate: give --source and --reference, with lines in them")
+    metric = bleu_metric(translator.config)
     sources, references = zip(*pairs, strict=True)
     texts = [translation.text for translation in translator.translate(sources, options)]
     decode = options.over(translator.config.decode)
-    return bleu_record(texts, references, decode, translator.step)
+    return bleu_record(metric, texts, references, decode, translator.step)

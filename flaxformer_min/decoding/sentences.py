@@ -11,11 +11,47 @@ from jaxtyping import Array, Int, UInt
 
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.lines import is_blank
-from flaxformer_min.data.tokenizer import Side, Tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer
 
-TOO_LONG = "line %d: %d tokens are more than the model takes; its first %d are used"
+NAMED_LONG_LINES = 3  # lines that are cut and have a warning of their own; the rest is counted
 
 _log = logging.getLogger(__name__)
+
+
+class LongLines:
+    """Warns of lines that are too long: the first few are named, then all are counted.
+
+    `longest` is the tokens that the model takes, `trained` those of the longest line that it was
+    trained on. One object is for all lines of a run; `end` is called after the last one.
+    """
+
+    def __init__(self, longest: int, trained: int) -> None:
+        self.longest, self._trained = longest, trained
+        self._cut = self._untrained = self._most = 0  # lines, lines and the tokens of one of them
+
+    def see(self, side: str, number: int, tokens: int) -> None:
+        """Takes note of a line: its side, such as "prefix", its number there and its tokens."""
+        if tokens > self.longest:
+            self._cut += 1
+            if self._cut <= NAMED_LONG_LINES:
+                _log.warning(
+                    "%s, line %d: %d tokens are more than the model takes; its first %d are used",
+                    *(side, number, tokens, self.longest),
+                )
+        elif tokens > self._trained:
+            self._untrained += 1
+            self._most = max(self._most, tokens)
+
+    def end(self) -> None:
+        """Warns of the lines that were not named."""
+        if self._cut > NAMED_LONG_LINES:
+            _log.warning("lines of more tokens than the model takes: %d", self._cut)
+        if self._untrained:
+            _log.warning(
+                "lines of more than %d tokens: %d, the longest of %d; the model was trained on "
+                "none that long (data.max_length) and may leave out much of them",
+                *(self._trained, self._untrained, self._most),
+            )
 
 
 class Sentence(NamedTuple):
@@ -47,20 +83,23 @@ def encode_sentences(
     tokenizer: Tokenizer,
     lines: Sequence[str],
     prefixes: Sequence[str] | None,
-    longest: int,
     first_line: int,
+    long_lines: LongLines,
 ) -> list[Sentence]:
-    """Encodes the lines that are not blank, each cut to `longest` ids and with its prefix, if any.
+    """Encodes the lines that are not blank, each cut as in `encode_lines`, with its prefix, if any.
 
     `first_line` is the number of lines[0] in warnings.
     """
     places = [place for place, line in enumerate(lines) if not is_blank(line)]
     numbers = [first_line + place for place in places]
-    sources = encode_lines(tokenizer, [lines[place] for place in places], numbers, longest)
+    sources = encode_lines(
+        tokenizer, [lines[place] for place in places], numbers, "source", long_lines
+    )
     if prefixes is None:
         return [Sentence(place, ids, []) for place, ids in zip(places, sources, strict=True)]
     texts = ["" if is_blank(prefixes[place]) else prefixes[place] for place in places]
-    starts = [ids[:-1] for ids in encode_lines(tokenizer, texts, numbers, longest, "target")]
+    encoded = encode_lines(tokenizer, texts, numbers, "prefix", long_lines)
+    starts = [ids[:-1] for ids in encoded]
     return [Sentence(*parts) for parts in zip(places, sources, starts, strict=True)]
 
 
@@ -68,19 +107,19 @@ def encode_lines(
     tokenizer: Tokenizer,
     lines: Sequence[str],
     numbers: Sequence[int],
-    longest: int,
-    side: Side = "source",
+    side: str,
+    long_lines: LongLines,
 ) -> list[list[int]]:
     """Returns the token ids of each line of this side, EOS last.
 
-    A line of more than `longest` ids is cut, with a warning that names its number in `numbers`; its
-    last id becomes EOS.
+    A line of more ids than the model takes is cut; its last id becomes EOS. `long_lines` is told of
+    the line, as one of a `side`, by its number in `numbers`.
     """
-    encoded = tokenizer.encode_batch(lines, side)
+    encoded = tokenizer.encode_batch(lines, "source" if side == "source" else "target")
     for number, ids in zip(numbers, encoded, strict=True):
-        if len(ids) > longest:
-            _log.warning(TOO_LONG, number, len(ids), longest)
-            ids[longest - 1 :] = [tokenizer.eos_id]
+        long_lines.see(side, number, len(ids))
+        if len(ids) > long_lines.longest:
+            ids[long_lines.longest - 1 :] = [tokenizer.eos_id]
     return encoded
 
 

@@ -38,7 +38,7 @@ def translate_stream(
     """
     options.with_defaults(translator.config.decode)
     all_prefixes = None if prefix is None else read_lines(prefix)
-    first_line = 1
+    first_line, long_lines = 1, translator.long_lines()
     for group in ready_lines(source, one_by_one=one_by_one):
         lines = list(decode_lines(group, "standard input", first_line=first_line, errors=errors))
         prefixes = None
@@ -47,13 +47,16 @@ def translate_stream(
             if len(prefixes) < len(lines):
                 count = first_line - 1 + len(prefixes)
                 raise UserError(f"{prefix} has {count} lines but standard input has more")
-        found = translator.translate(lines, options, prefixes=prefixes, first_line=first_line)
+        found = translator.translate(
+            lines, options, prefixes=prefixes, first_line=first_line, long_lines=long_lines
+        )
         for number, each in enumerate(found, first_line):
             if write_attention is not None and each.attention is not None:
                 source_pieces, pieces = map(translator.tokenizer.pieces, (each.source, each.tokens))
                 write_attention(number, source_pieces, pieces, each.attention)
         yield [to_json(each) if as_json else each.text for each in found]
         first_line += len(lines)
+    long_lines.end()
     if all_prefixes is not None and any(True for _ in all_prefixes):
         raise UserError(f"{prefix} has more lines than standard input, which has {first_line - 1}")
 

@@ -31,6 +31,7 @@ from flaxformer_min.decoding.programs import Pairs, on_devices, score_batch, sea
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.sentences import (
     NO_SENTENCE,
+    LongLines,
     PaddedSentences,
     Sentence,
     encode_lines,
@@ -38,9 +39,11 @@ from flaxformer_min.decoding.sentences import (
     pad_sentences,
 )
 from flaxformer_min.decoding.texts import checked_pairs, checked_prefixes, checked_texts
-from flaxformer_min.errors import UserError
+from flaxformer_min.errors import UserError, local_path
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
+from flaxformer_min.system.devices import refuse_forked
+from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.threads import map_ahead
 
 # One batch is too small to keep the cores of a CPU busy, so several are computed at once.
@@ -126,10 +129,14 @@ class Translator:
     ) -> "Translator":
         """Loads a workdir's newest good checkpoint (or `step`), or one checkpoint directory.
 
-        Further directories make an ensemble. Raises UserError if their tokenizers differ, and
-        UserError and CheckpointError for the reasons of `load_for_inference`.
+        Further directories make an ensemble. JAX keeps compiled programs as
+        `system.devices.keep_programs` says. Raises UserError if their tokenizers differ, and
+        UserError and CheckpointError for the reasons of `load_for_inference`, and ValueError for
+        an empty path or a URL.
         """
-        first, *rest = (load_for_inference(path, step) for path in (directory, *others))
+        start_devices()
+        paths = [local_path(str(path)) for path in (directory, *others)]
+        first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:
                 raise UserError(
@@ -158,19 +165,24 @@ class Translator:
         *,
         prefixes: Sequence[str] | None = None,
         first_line: int = 1,
+        long_lines: LongLines | None = None,
     ) -> list[Translation]:
         """Returns one Translation for each line, in order.
 
         A blank line gives an empty Translation without calling the model. A line longer than the
-        model takes is translated from its first tokens, with a warning that names the line's
-        number, where lines[0] has number `first_line`. The translation of lines[n] begins with
+        model takes is translated from its first tokens. The first such lines have a warning each,
+        where lines[0] has number `first_line`; all of them are counted, and so are lines that are
+        longer than those that the model was trained on. A caller that translates in several calls
+        may count over all of them by `long_lines`. The translation of lines[n] begins with
         prefixes[n], if that is not blank; the prefix counts in the score and towards the length.
         Raises UserError for options that are out of range or contradict each other, and for
         attention weights of an ensemble; TypeError for a bare string and for what is no string;
         ValueError for more or fewer prefixes than lines.
         """
         translations = [EMPTY] * len(lines)
-        for batch in self.decode(lines, options, prefixes=prefixes, first_line=first_line):
+        for batch in self.decode(
+            lines, options, prefixes=prefixes, first_line=first_line, long_lines=long_lines
+        ):
             for place, translation in batch:
                 translations[place] = translation
         return translations
@@ -182,18 +194,23 @@ class Translator:
         *,
         prefixes: Sequence[str] | None = None,
         first_line: int = 1,
+        long_lines: LongLines | None = None,
     ) -> Iterator[list[tuple[int, Translation]]]:
         """Iterates over the (place, Translation) of every line that is not blank, by batches.
 
         `place` is the line's index in `lines`. The caller may stop between two batches. The
         arguments and errors are those of `translate`; errors come at once.
         """
+        refuse_forked()
         lines = checked_texts(lines, "lines", "translate([text])")
         prefixes = checked_prefixes(prefixes, len(lines))
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
-        sentences = encode_sentences(self.tokenizer, lines, prefixes, self._longest, first_line)
+        noted = long_lines or self.long_lines()
+        sentences = encode_sentences(self.tokenizer, lines, prefixes, first_line, noted)
+        if long_lines is None:
+            noted.end()
 
         def search(planned: Planned) -> list[tuple[int, Translation]]:
             width, members = planned
@@ -214,7 +231,7 @@ class Translator:
         """Returns the log-probability of each pair's target given its source, in nats, in order.
 
         EOS is included. A side that is longer than the model takes is cut to its first tokens, with
-        a warning.
+        warnings as those of `translate`.
         """
         scored = self.score_tokens(pairs, first_line=first_line)
         return [math.fsum(each.log_probs) for each in scored]
@@ -226,12 +243,15 @@ class Translator:
 
         `score` returns their sums. What is no pair of strings is a TypeError.
         """
-        lines_of_sources, lines_of_targets = checked_pairs(pairs)
+        refuse_forked()
+        sides = checked_pairs(pairs)
         numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
+        noted = self.long_lines()
         sources, targets = (
-            encode_lines(self.tokenizer, lines, numbers, self._longest, side)
-            for side, lines in (("source", lines_of_sources), ("target", lines_of_targets))
+            encode_lines(self.tokenizer, lines, numbers, name, noted)
+            for name, lines in zip(("source", "target"), sides, strict=True)
         )
+        noted.end()
         scored = [TokenScores((), ())] * len(pairs)
         lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
         for width, members in self._batches(lengths):
@@ -245,6 +265,10 @@ class Translator:
                     target = targets[member]
                     scored[member] = TokenScores(tuple(target), tuple(log_probs[: len(target)]))
         return scored
+
+    def long_lines(self) -> LongLines:
+        """Returns what takes note of lines that are too long for this model."""
+        return LongLines(self._longest, self.config.data.max_length)
 
     def _batches(self, lengths: Sequence[int], lines_per_row: int = 1) -> Iterator[Planned]:
         batches = plan_batches(

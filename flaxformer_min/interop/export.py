@@ -17,14 +17,11 @@ from flaxformer_min.checkpoints.format import Loaded
 from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.config_rules import config_to_json
-from flaxformer_min.data.marian_tokenizer import MarianTokenizer, unpack
-from flaxformer_min.data.tokenizer import Tokenizer
+from flaxformer_min.data.tokenizer import MarianTokenizer, Tokenizer, unpack
 from flaxformer_min.errors import UserError
-from flaxformer_min.interop.marian import CONFIG, EPSILON, GENERATION, SAFETENSORS, TOKENIZER
+from flaxformer_min.interop.marian import CONFIG, EPSILON, GENERATION, MODEL, SAFETENSORS, TOKENIZER
 from flaxformer_min.interop.names import weights_of
 from flaxformer_min.model.positions import sinusoidal_positions
-
-MODEL = "tokenizer.model"  # the SentencePiece model, or Marian's archive
 
 
 def export_safetensors(loaded: Loaded, output: Path) -> list[str]:

@@ -12,12 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from flaxformer_min.checkpoints.format import Meta
-from flaxformer_min.checkpoints.leaves import named_leaves, nested
+from flaxformer_min.checkpoints.format import Meta, read_config
+from flaxformer_min.checkpoints.leaves import difference, named_leaves, nested
 from flaxformer_min.checkpoints.saved_state import start_writing, write_description
 from flaxformer_min.config import Config, DataConfig, DecodeConfig, ModelConfig
 from flaxformer_min.config_rules import validate
-from flaxformer_min.data.marian_tokenizer import SOURCE, TARGET, VOCABULARY, MarianTokenizer, pack
+from flaxformer_min.data.tokenizer import (
+    SOURCE,
+    TARGET,
+    VOCABULARY,
+    MarianTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    pack,
+)
 from flaxformer_min.errors import UserError, first_line
 from flaxformer_min.interop.names import imported_leaves
 from flaxformer_min.model.build import split_model
@@ -25,6 +33,7 @@ from flaxformer_min.system.sealed import checkpoint_errors, publish
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+MODEL = "tokenizer.model"  # of this program: a SentencePiece model, or Marian's archive
 EPSILON = 1e-5  # of Marian's layer norms; no file says it
 
 # What a config.json may say of a post-norm Marian model. A field that is not there has the value
@@ -77,12 +86,37 @@ def import_marian(
         decode=_decode_config(folder),
     )
     validate(config)
-    params = _read_params(folder, model, tokenizer.vocab_size)
+    _write_checkpoint(output, config, tokenizer, _read_params(folder, model, tokenizer.vocab_size))
+    return config
+
+
+def import_safetensors(folder: Path, output: Path) -> Config:
+    """Writes a checkpoint directory with what `export.export_safetensors` wrote.
+
+    Raises what `import_marian` raises.
+    """
+    if output.exists():
+        raise UserError(f"{output}: is there already; give a new directory")
+    config, path = read_config(folder), folder / MODEL
+    try:
+        tokenizer = open_tokenizer(path.read_bytes())
+    except (OSError, UserError) as error:
+        raise UserError(f"{path}: {first_line(error)}") from None
+    leaves = _read_safetensors(folder / SAFETENSORS)
+    shapes = named_leaves(split_model(config.model, tokenizer.vocab_size)[1])
+    if found := difference(leaves, shapes):
+        raise UserError(f"{folder / SAFETENSORS}: holds another model than config.json: {found}")
+    _write_checkpoint(output, config, tokenizer, nested(leaves))
+    return config
+
+
+def _write_checkpoint(
+    output: Path, config: Config, tokenizer: Tokenizer, params: dict[str, Any]
+) -> None:
     meta = Meta(step=0, tokenizer_sha256=tokenizer.sha256)
     with checkpoint_errors(output, "not saved"), publish(output) as new:
         start_writing(new, {"params": params})()
         write_description(new, config, tokenizer, meta)
-    return config
 
 
 def model_config(fields: Mapping[str, Any], where: str) -> ModelConfig:

@@ -10,6 +10,7 @@ examples/run_stablehlo.py runs them.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import search_batch
 from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.errors import UserError
-from flaxformer_min.interop.export import MODEL, new_directory
+from flaxformer_min.interop.export import new_directory
+from flaxformer_min.interop.marian import MODEL
 from flaxformer_min.model.build import split_model
 
 PLATFORMS = "cpu", "cuda", "tpu"
@@ -58,9 +60,8 @@ def export_stablehlo(loaded: Loaded, output: Path, rows: int, length: int) -> li
     ids = {"pieces": names, "pad_id": tokenizer.pad_id, "eos_id": tokenizer.eos_id}
     with new_directory(output) as folder:
         (folder / PROGRAM).write_bytes(program.serialize())
-        np.savez(
-            folder / WEIGHTS, **{name.replace("/", "."): leaf for name, leaf in leaves.items()}
-        )
+        arrays: dict[str, Any] = {name.replace("/", "."): leaf for name, leaf in leaves.items()}
+        np.savez(folder / WEIGHTS, **arrays)
         (folder / PIECES).write_text(json.dumps(ids, ensure_ascii=False), encoding="utf-8")
         (folder / MODEL).write_bytes(tokenizer.model_bytes)
     return []

@@ -85,7 +85,7 @@ def read_lengths(path: str, config: DataConfig) -> np.ndarray:
     """Reads lengths [N, 2] of N pairs in tokens, EOS counted, from a file with one pair a line.
 
     Pairs over data.max_length are left out, as in training. Raises UserError for a file that cannot
-    be read and for a line that is not two numbers above 0.
+    be read, for a line that is not two numbers above 0, and if all pairs are too long.
     """
     try:
         with open(path, encoding="utf-8") as lines:
@@ -94,6 +94,10 @@ def read_lengths(path: str, config: DataConfig) -> np.ndarray:
         raise UserError(f"--lengths {path}: {first_line(error)}") from error
     if lengths.shape[1:] != (2,) or lengths.size == 0 or lengths.min() < 1:
         raise UserError(f"--lengths {path}: every line must hold two numbers above 0")
+    if lengths.max(axis=1).min() > config.max_length:
+        raise UserError(
+            f"--lengths {path}: all pairs are over data.max_length, {config.max_length}"
+        )
     return lengths[lengths.max(axis=1) <= config.max_length]
 
 

@@ -4,8 +4,9 @@ In every process a thread writes each second to the key-value store (system/proc
 process lives. In process 0 this thread also judges whether a process has failed, or has been silent
 for too long. Its verdict ends every process, wherever that is waiting: a program that waits for a
 dead process in a collective cannot be interrupted otherwise. A second thread ends its process when
-process 0 is silent. Should all this fail, jax.distributed ends a process `processes.HEARTBEAT`
-seconds after it last heard from process 0.
+process 0 is silent, and the relay in system/rendezvous.py ends it when the connection to process 0
+breaks. Should all this fail, jax.distributed ends a process `processes.HEARTBEAT` seconds after it
+last heard from process 0.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from flaxformer_min.errors import first_line
-from flaxformer_min.system.processes import exchange, is_first, post, read_posts
+from flaxformer_min.system.processes import exchange, is_first, leave, post, read_posts
 
 BEAT = 1  # seconds between two signs of life
 SILENCE = 60  # seconds without a sign of life after which a process is given up
@@ -81,6 +82,7 @@ class Watch:
 
     def stop(self) -> None:
         """Ends the threads; from now on the other processes may leave."""
+        leave()
         self._stopped.set()
         for thread in self._threads:  # one that uses the store while Python ends would crash it
             thread.join()
@@ -134,6 +136,7 @@ class Watch:
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         """Ends this process. Process 0 ends last, because without it no other can hear anything."""
+        leave()
         if not verdict.missing:
             print(self._traceback, file=sys.stderr, end="")
         if verdict.message is not None and (verdict.missing or is_first()):

@@ -1,10 +1,15 @@
 """Small files that a crash leaves whole, and the lock that keeps other processes out."""
 
 import contextlib
-import fcntl
+import errno
 import os
+import socket
+import time
 from collections.abc import Generator
 from pathlib import Path
+
+# What an operation says that a file system does not have.
+UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -28,10 +33,16 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's content, or a directory's list of names, is on the disk."""
+    """Waits until a file's content, or a directory's list of names, is on the disk.
+
+    Some file systems of networks cannot be asked about a directory; there nothing is waited for.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -40,14 +51,75 @@ def flush(path: Path) -> None:
 def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
     """A context in which this process alone holds the lock of a file, which is made if missing.
 
-    The operating system releases the lock when the process ends, even if it is killed.
+    The operating system releases the lock when the process ends, even if it is killed. Where the
+    file system has no locks, `_owned` takes their place.
 
-    Raises BlockingIOError if another process holds the lock and `wait` is False, and OSError if
-    the file cannot be opened.
+    Raises BlockingIOError if another process holds the lock and `wait` is False, or has removed the
+    file while this one waited, and OSError if the file cannot be opened.
     """
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    import fcntl  # not there on Windows, where the command line says so (cli.py)
+
+    with open(path, "a") as file, contextlib.ExitStack() as stack:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            stack.enter_context(_owned(path.with_name(f"{path.name}.owner"), wait=wait))
+        if not _is_file_of(path, file.fileno()):
+            raise BlockingIOError(errno.EAGAIN, "is being removed by its holder", str(path))
         yield
+
+
+def _is_file_of(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has this name; whoever held its lock may have removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+@contextlib.contextmanager
+def _owned(path: Path, *, wait: bool) -> Generator[None, None, None]:
+    """A context in which this process owns a file that nobody else could make; it then goes.
+
+    The file names host and process. A process that is killed leaves it, and nobody can tell from
+    another machine whether that process lives; so it is never taken for granted that it does not.
+    Raises OSError naming the owner unless `wait` is True and it may be at work.
+    """
+    while True:
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            break
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+                _refuse_owned(path, path.read_text(), wait=wait)
+            time.sleep(1)
+    try:
+        os.write(descriptor, f"{socket.gethostname()} {os.getpid()}".encode())
+        os.close(descriptor)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _refuse_owned(path: Path, owner: str, *, wait: bool) -> None:
+    """Raises OSError if the owner of a lock has ended, or is not to be waited for."""
+    host, _, process = owner.partition(" ")
+    ended = host == socket.gethostname() and not _lives(process)
+    if ended or not wait:
+        what = "left this file; delete it" if ended else "is at work; if not, delete this file"
+        text = f"no locks on this file system: process {process} of {host} {what}"
+        raise OSError(errno.ENOLCK, text, str(path))
+
+
+def _lives(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, PermissionError):  # not written yet; another user's
+        pass
+    return True
 
 
 @contextlib.contextmanager

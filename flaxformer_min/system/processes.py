@@ -8,8 +8,9 @@ name for that store, so all use of it is in this file. With one process nothing 
 
 import itertools
 import json
-import socket
-import time
+import os
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,16 +19,17 @@ from jax._src import clusters
 from jax._src import distributed as jax_distributed
 
 from flaxformer_min.errors import UserError, first_line
+from flaxformer_min.system import rendezvous
 
 CLUSTERS = ("slurm", "gcetpu", "gketpu")  # where JAX finds the other processes by itself
 NAMESPACE = "flaxformer_min"  # the beginning of this program's keys in the store
-START = 240  # seconds within which all processes of a run have to be started
 # Seconds after which JAX ends a process that hears nothing; system/failures.py ends it earlier.
 HEARTBEAT = 240
 WEEK = 7 * 24 * 3600 * 1000  # milliseconds: longer than any preparation of a run
 
 T = TypeVar("T")
 
+_leaving = threading.Event()
 _turns = itertools.count()  # the number of each exchange
 _to_delete: list[str] = []  # folders of exchanges that may not have been read by all yet
 
@@ -42,11 +44,12 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
 
     If all three are None, a cluster that JAX knows says where the processes are; elsewhere this
     process is the only one.
-    Raises UserError if the three do not fit together, or the other processes cannot be reached.
+    Raises UserError if the three do not fit together, and TimeoutError if not all processes come.
     """
     if coordinator is None and processes is None and process is None:
-        if _in_a_cluster():
-            _join()
+        if (cluster := _cluster()) is not None:
+            coordinator = cluster.get_coordinator_address(rendezvous.PATIENCE, None)
+            _join(coordinator, cluster.get_process_count(), cluster.get_process_id())
         return
     if coordinator is None or processes is None or process is None:
         raise UserError(
@@ -58,53 +61,45 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
             f"--distributed.process is {process}: with --distributed.processes {processes} it must "
             f"be from 0 to {processes - 1}"
         )
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"--distributed.coordinator is {coordinator}: it must be HOST:PORT")
-    if process > 0:
-        _await_coordinator(host.strip("[]"), int(port), coordinator)
-    _join(
-        coordinator_address=coordinator,
-        num_processes=processes,
-        process_id=process,
-        cluster_detection_method="deactivate",
-    )
+    _join(coordinator, processes, process, cluster_detection_method="deactivate")
 
 
-def _await_coordinator(host: str, port: int, coordinator: str) -> None:
-    """Returns when process 0 listens. JAX would wait as long, but abort when it gives up.
-
-    Raises UserError after START seconds.
-    """
-    until = time.monotonic() + START
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=START).close()
-            return
-        except OSError as error:
-            if time.monotonic() > until:
-                raise UserError(
-                    f"--distributed.coordinator {coordinator}: process 0 cannot be reached there "
-                    f"for {START} seconds: {error.strerror or error}"
-                ) from error
-        time.sleep(min(1, START))
-
-
-def _in_a_cluster() -> bool:
-    """Whether JAX knows of several processes: SLURM with more than one task, a pod of TPUs."""
+def _cluster() -> Any:
+    """The cluster of several processes, SLURM or a pod, in which JAX finds itself, if any."""
     kinds = [kind for kind in clusters.ClusterEnv._cluster_types if kind.name in CLUSTERS]
     found = next((kind for kind in kinds if kind.is_env_present()), None)
-    return found is not None and found.get_process_count() > 1
+    return found if found is not None and found.get_process_count() > 1 else None
 
 
-def _join(**where: Any) -> None:
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
+def _join(coordinator: str, processes: int, process: int, **more: Any) -> None:
     try:
-        jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
+        if process == 0:
+            rendezvous.gather(coordinator, processes)
+        else:
+            rendezvous.come(coordinator, process)
+            coordinator = rendezvous.relay(coordinator, _lost)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
+    where: dict[str, Any] = {"num_processes": processes, "process_id": process, **more}
+    try:
+        jax.distributed.initialize(coordinator, **where, heartbeat_timeout_seconds=HEARTBEAT)
     except Exception as error:
         raise UserError(
             f"cannot join the other processes of the run: {first_line(error)}"
         ) from error
+
+
+def _lost() -> None:
+    """Ends this process if process 0 was not expected to go."""
+    if not _leaving.is_set():
+        print("error: process 0 has died: its connection broke", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def leave() -> None:
+    """Says that this process is about to end, so that process 0 may go first."""
+    _leaving.set()
 
 
 def is_first() -> bool:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request to stop at the next step boundary, the same in all processes."""
+"""Signals as a request to stop at the next step boundary, the same in all processes."""
 
 import os
 import signal
@@ -7,15 +7,18 @@ from types import FrameType
 
 from flaxformer_min.system.processes import exchange, post, read_posts
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+URGENT = (signal.SIGTERM, signal.SIGINT)  # whoever sends a second one means at once
+# A terminal that closes sends SIGHUP, often twice; SLURM warns of the end of a job by SIGUSR1.
+STOP_SIGNALS = (*URGENT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequest:
-    """A context in which a first SIGTERM or SIGINT is a request to stop, once `defer` was called.
+    """A context in which a first of the STOP_SIGNALS asks to stop, once `defer` was called.
 
-    The request waits until the program asks for it, at a step boundary. A second signal ends the
-    process at once with status 128 + its number. So does a first one before `defer`, when there is
-    no step to save.
+    The request waits until the program asks for it, at a step boundary. A SIGTERM or SIGINT after
+    that ends the process at once with status 128 + its number; the others change nothing then. A
+    first signal before `defer`, when there is no step to save, ends it at once too. A SIGHUP that
+    is ignored, because nohup started the process, stays ignored.
 
     Python runs a signal handler only when the main thread comes back from a compilation or a long
     step, and then once for several equal signals. So a thread counts the signals, from the byte
@@ -34,7 +37,9 @@ class StopRequest:
         self._counter = threading.Thread(target=self._count, args=(arrivals,), daemon=True)
         self._counter.start()
         self._wakeup_before = signal.set_wakeup_fd(self._pipe)
-        self._handlers_before = {n: signal.signal(n, self._note) for n in STOP_SIGNALS}
+        hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or hangs_up]
+        self._handlers_before = {n: signal.signal(n, self._note) for n in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,7 +60,7 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """0 if no signal came, else the shell's 128 + number: 143 for SIGTERM, 130 for SIGINT."""
+        """0 if no signal came, else the shell's 128 + number, such as 143 for SIGTERM."""
         return 0 if self.received is None else 128 + self.received
 
     def record(self, number: int) -> None:
@@ -70,9 +75,10 @@ class StopRequest:
         """Runs in the thread: reads one byte for each signal, until the pipe is closed."""
         with open(arrivals, "rb", buffering=0) as pipe:
             while byte := pipe.read(1):
-                if byte[0] in STOP_SIGNALS:  # other signals that have a handler write bytes too
+                number = byte[0]  # other signals that have a handler write bytes too
+                if number in (URGENT if self._counted else STOP_SIGNALS):
                     if self._counted or not self._deferring:
-                        os._exit(128 + byte[0])
+                        os._exit(128 + number)
                     self._counted = True
 
 

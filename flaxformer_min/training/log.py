@@ -1,5 +1,6 @@
 """The log of a run: metrics.jsonl, TensorBoard events and the progress bar."""
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from flaxformer_min.checkpoints.progress import says_something
 from flaxformer_min.system.files import naming, replace_file
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.state import Metrics
@@ -135,15 +137,16 @@ class MetricsLog(QuietLog):
         """Logs the record of an evaluation and prints its main numbers."""
         self._record(step, values)
         bleu = values["bleu"]
-        self.say(
+        say(
             f"step {step}: validation loss {values['validation_loss']:.4f}, "
             f"perplexity {values['validation_perplexity']:.3f}, BLEU {bleu['score']:.2f} "
             f"({bleu['signature']})"
         )
-
-    def say(self, text: str) -> None:
-        """Prints a line above the progress bar."""
-        tqdm.write(text, file=sys.stderr)
+        if not says_something(bleu):
+            say(
+                f"step {step}: this BLEU ranks nothing, so the loss does; if it stays, see whether "
+                "decode.bleu_tokenize suits the language"
+            )
 
     def close(self) -> None:
         """Puts everything on disk and closes the files; a step not yet logged is left out."""
@@ -162,14 +165,14 @@ class MetricsLog(QuietLog):
         self._record(step, line)
         self._show_progress(step, line)
         if in_a_row:
-            self.say(f"step {step}: loss or gradient not finite; parameters left as they were")
+            say(f"step {step}: loss or gradient not finite; parameters left as they were")
 
     def _show_progress(self, step: int, line: Mapping[str, float]) -> None:
         text = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
         if self._bar.disable and step % LINES_EVERY == 0:
-            self.say(f"step {step}/{self._bar.total}: {text}")
+            say(f"step {step}/{self._bar.total}: {text}")
 
     def _record(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one line and its events; TensorBoard gets only the score of a BLEU record."""
@@ -180,6 +183,15 @@ class MetricsLog(QuietLog):
         self._events.add(
             step, {n: v["score"] if isinstance(v, dict) else v for n, v in values.items()}
         )
+
+
+def say(text: str) -> None:
+    """Prints a line to standard error, above a progress bar; nothing if the terminal has closed.
+
+    A run goes on then, at least to its next step boundary, where it can be saved.
+    """
+    with contextlib.suppress(OSError):
+        tqdm.write(text, file=sys.stderr)
 
 
 def _has_json(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +13,12 @@ from jax.sharding import Mesh
 
 from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.store import Checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
 from flaxformer_min.data.batching import Data, batch_iterator
+from flaxformer_min.decoding.bleu import bleu_metric
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters
@@ -25,14 +26,14 @@ from flaxformer_min.system.processes import compiled_together, is_first
 from flaxformer_min.system.signals import AgreedStop, StopRequest
 from flaxformer_min.training import sharding
 from flaxformer_min.training.cursor import Cursor
-from flaxformer_min.training.log import MetricsLog, QuietLog
+from flaxformer_min.training.log import MetricsLog, QuietLog, say
 from flaxformer_min.training.optimizer import make_schedule
-from flaxformer_min.training.prepared_data import prepare_data
+from flaxformer_min.training.prepared_data import prepare_data, read_digests
 from flaxformer_min.training.profiler import Profiler
 from flaxformer_min.training.state import Metrics, TrainState, init_state
 from flaxformer_min.training.step import StepProgram
-from flaxformer_min.training.validation import GivenUp, Validation
-from flaxformer_min.training.workdir import cache_programs, hold, write_config
+from flaxformer_min.training.validation import GivenUp, Validation, measure_of
+from flaxformer_min.training.workdir import hold, write_config
 
 
 def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
@@ -44,13 +45,16 @@ def run(config: Config, workdir: Path, *, profile_steps: int = 0) -> int:
     CheckpointError if saving fails, OSError if other writing does, and FloatingPointError if too
     many steps in a row are not finite.
     """
+    if jax.config.values["jax_enable_x64"]:
+        raise UserError("JAX_ENABLE_X64 is on, and training is in float32: turn it off")
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_mesh(config, mesh)
+    bleu_metric(config)  # a package that it lacks is told before the data is prepared
     with StopRequest() as stop, hold(workdir, config):
         data = prepare_data(config, workdir)
-        cache_programs(workdir)
         with Checkpoints(workdir, config, data.tokenizer) as checkpoints:
-            start = saved_cursor(checkpoints)
+            measure = measure_of(config, read_digests(workdir)["validation"])
+            start = saved_cursor(checkpoints, measure)
             if start.over(config.train):
                 _say(f"{workdir} is finished, {_end(start, config)}; nothing to do")
                 return 0
@@ -84,13 +88,25 @@ def _train(
         return trainer.loop(state, start, Run(checkpoints, log, profiler, AgreedStop(stop)))
 
 
-def saved_cursor(checkpoints: Checkpoints) -> Cursor:
-    """Returns the cursor of the newest good checkpoint, or that of step 0 if there is none."""
+def saved_cursor(checkpoints: Checkpoints, measure: str) -> Cursor:
+    """Returns the cursor of the newest good checkpoint, or that of step 0 if there is none.
+
+    If its evaluations were measured otherwise than those to come, the best of them and the patience
+    do not count any more.
+    """
     step = checkpoints.latest_good()
     if step is None:
-        return Cursor()
+        return Cursor(progress=Progress(measure=measure))
     meta = checkpoints.meta(step)
-    return Cursor(step, meta.progress, meta.evaluation)
+    progress = meta.progress
+    if progress.measure not in (measure, None):
+        if progress.best_step is not None:
+            _say(
+                f"evaluated otherwise than before (data.validation or decode): the best so far, "
+                f"step {progress.best_step}, does not count, and train.patience starts anew"
+            )
+        progress = Progress()
+    return Cursor(step, progress._replace(measure=measure), meta.evaluation)
 
 
 class Run(NamedTuple):
@@ -112,6 +128,7 @@ class Trainer:
         self._train_step = compiled_together(self.program.jitted)
         self._root_key = jax.random.key(config.train.seed)
         self._translator = Translator(config, tokenizer, params={})  # an evaluation sets them
+        self._long_lines = self._translator.long_lines()  # named once, not in every evaluation
         graphdef = self.program.graphdef
         self.validation = Validation(config, data, graphdef, mesh, self._translate)
 
@@ -214,7 +231,9 @@ class Trainer:
     ) -> Iterator[list[tuple[int, str]]]:
         """Yields translations of `lines` by beam search, batch by batch, as Validation wants."""
         self._translator.params = params
-        for batch in self._translator.decode(lines, first_line=first_line):
+        for batch in self._translator.decode(
+            lines, first_line=first_line, long_lines=self._long_lines
+        ):
             yield [(place, translation.text) for place, translation in batch]
 
     def _save(self, state: TrainState, cursor: Cursor, run: Run) -> None:
@@ -243,7 +262,7 @@ def _weights_of(folder: str, like: Params) -> Params:
 def _say(text: str) -> None:
     """Prints a line to standard error, in process 0 alone."""
     if is_first():
-        print(text, file=sys.stderr)
+        say(text)
 
 
 def _end(cursor: Cursor, config: Config) -> str:

@@ -8,9 +8,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
@@ -18,13 +20,15 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, DataConfig
 from flaxformer_min.data.batching import BatchPlan, Data
 from flaxformer_min.data.corpus import open_split, own_cache, prepare_split
-from flaxformer_min.data.marian_tokenizer import open_tokenizer
 from flaxformer_min.data.sources import open_sources
-from flaxformer_min.data.tokenizer import Tokenizer, prepare_tokenizer
+from flaxformer_min.data.tokenizer import Tokenizer, open_tokenizer
+from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import replace_file
-from flaxformer_min.system.processes import broadcast
+from flaxformer_min.system.processes import broadcast, is_first
 from flaxformer_min.training.workdir import CACHE, CORPUS, TOKENIZER, resumes
+
+_log = logging.getLogger(__name__)
 
 DIGEST_SIZE = hashlib.sha256().digest_size
 
@@ -43,6 +47,8 @@ def prepare_data(config: Config, workdir: Path) -> Data:
             for split in ("train", "validation")
         )
     except (OSError, UserError) as error:
+        if is_first():
+            raise
         raise UserError(
             f"--workdir {workdir}: must be on a disk that all processes share: {error}"
         ) from error
@@ -52,18 +58,31 @@ def prepare_data(config: Config, workdir: Path) -> Data:
 def _prepare(config: Config, workdir: Path) -> dict[str, str]:
     """Writes tokenizer.model, the cache and corpus.json; returns the digests in corpus.json."""
     data, cache = config.data, workdir / CACHE
-    before = _digests(workdir) if resumes(workdir) else {}
+    before = read_digests(workdir) if resumes(workdir) else {}
     tokenizer = _prepare_tokenizer(config, workdir, before)
     _, train = prepare_split(data, data.train, tokenizer, cache)
     if before and before["train"] != train["digest"]:
         raise UserError(f"data.train: {workdir} was trained on other text; use a new --workdir")
     _, validation = prepare_split(data, data.validation, tokenizer, cache, keep_all=True)
+    _warn_of_overlap(train["sources"], validation["sources"])
     report = {"tokenizer": tokenizer.sha256, "train": train, "validation": validation}
     replace_file(workdir / CORPUS, (json.dumps(report, indent=2) + "\n").encode())
-    return _digests(workdir)
+    return read_digests(workdir)
 
 
-def _digests(workdir: Path) -> dict[str, str]:
+def _warn_of_overlap(train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> None:
+    """Warns if a source of validation pairs has the same text as one of the training pairs."""
+    trained_on = {counts["digest"] for counts in train}
+    for counts in validation:
+        if counts["digest"] in trained_on:
+            _log.warning(
+                "data.validation: %s is in data.train too, so loss and BLEU there say nothing "
+                "about other text",
+                counts["name"],
+            )
+
+
+def read_digests(workdir: Path) -> dict[str, str]:
     """Returns the digests of "tokenizer", "train" and "validation" from corpus.json.
 
     Raises UserError if the file is missing or cannot be understood.

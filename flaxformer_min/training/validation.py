@@ -1,5 +1,7 @@
 """The evaluation of a model during training: loss and perplexity per token, and BLEU."""
 
+import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -15,7 +17,7 @@ from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch
 from flaxformer_min.data.batching import Data, evaluation_batches
 from flaxformer_min.data.sources import read_pairs
-from flaxformer_min.decoding.bleu import bleu_record
+from flaxformer_min.decoding.bleu import bleu_metric, bleu_record
 from flaxformer_min.model.build import Params
 from flaxformer_min.system.processes import broadcast, compiled_together, exchange
 from flaxformer_min.system.signals import AgreedStop
@@ -26,6 +28,15 @@ from flaxformer_min.training.sharding import fetch_whole, place_rows, row_shares
 Translate = Callable[[Params, Sequence[str], int], Iterator[list[tuple[int, str]]]]
 
 Item = TypeVar("Item")
+
+
+def measure_of(config: Config, digest: str) -> str:
+    """Returns what a run's scores are measured of and how; scores compare if it is the same.
+
+    `digest` is that of the encoded validation split, in corpus.json.
+    """
+    search = dataclasses.asdict(config.decode) if config.train.best_metric == "bleu" else None
+    return hashlib.sha256(json.dumps([digest, search]).encode()).hexdigest()
 
 
 class GivenUp(Exception):
@@ -52,7 +63,7 @@ class Validation:
         given up.
         """
         self._mesh, self._translate = mesh, translate
-        self._config, self._data = config, data
+        self._config, self._data, self._metric = config, data, bleu_metric(config)
         pairs = list(read_pairs(config.data, config.data.validation))
         self._sources, self._references = map(list, zip(*pairs, strict=True))
 
@@ -110,8 +121,8 @@ class Validation:
         texts = [""] * len(self._sources)
         for place, text in itertools.chain(*found):
             texts[place] = text
-        decode = self._config.decode
-        return broadcast(lambda: bleu_record(texts, self._references, decode, step))
+        metric, decode = self._metric, self._config.decode
+        return broadcast(lambda: bleu_record(metric, texts, self._references, decode, step))
 
     def _translate_share(self, params: Params, stop: AgreedStop) -> list[tuple[int, str]] | None:
         """Returns (place, translation) of this process's lines, or None if it gave up."""

@@ -6,15 +6,13 @@
     corpus.json      pairs read, kept, dropped      } training/prepared_data.py
     corpus/          a cache of token ids          /
     checkpoints/     checkpoints/store.py
-    compiled/        a cache of compiled programs
     metrics.jsonl    training/log.py
 """
 
 import contextlib
+import os
 from collections.abc import Generator
 from pathlib import Path
-
-import jax
 
 from flaxformer_min.checkpoints.retention import FOLDER, find_checkpoints
 from flaxformer_min.config import Config
@@ -22,8 +20,12 @@ from flaxformer_min.config_rules import check_resume, config_from_json, config_t
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import locked, replace_file
 from flaxformer_min.system.processes import is_first
+from flaxformer_min.system.sealed import refuse_name, remove
 
 CONFIG, TOKENIZER, CORPUS, CACHE = "config.json", "tokenizer.model", "corpus.json", "corpus"
+LOCK, METRICS, TENSORBOARD = "lock", "metrics.jsonl", "tensorboard"
+# What a start makes before its first step.
+MADE = (FOLDER, CONFIG, TOKENIZER, CORPUS, CACHE, LOCK, METRICS, TENSORBOARD)
 
 
 @contextlib.contextmanager
@@ -31,16 +33,24 @@ def hold(workdir: Path, config: Config) -> Generator[None, None, None]:
     """A context in which no other run can work in the workdir, which is made if it is missing.
 
     In a run of several processes, process 0 holds it for all. Raises UserError if another process
-    holds it, and for the reasons of `claim`.
+    holds it, if its path cannot hold a checkpoint, and for the reasons of `claim`.
     """
     if not is_first():
         yield
         return
+    refuse_name(workdir)
+    for path in (workdir, workdir / FOLDER, workdir / CACHE):
+        if path.is_symlink() and not path.exists():
+            target = path.readlink()
+            raise UserError(f"{path}: is a link to {target}, which is not there; mend or remove it")
     _read_config(workdir)  # refuses a directory of another program before changing it
+    made = [workdir / name for name in MADE] + [workdir, *workdir.parents]
+    new = [path for path in made if not os.path.lexists(path)]
     with contextlib.ExitStack() as stack:
         try:
             workdir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(workdir / "lock", wait=False))
+            stack.enter_context(locked(workdir / LOCK, wait=False))
+            stack.enter_context(_without(new, workdir))
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"--workdir {workdir}: is a file; give a directory") from None
         except BlockingIOError:
@@ -49,6 +59,27 @@ def hold(workdir: Path, config: Config) -> Generator[None, None, None]:
             ) from None
         claim(workdir, config)
         yield
+
+
+@contextlib.contextmanager
+def _without(new: list[Path], workdir: Path) -> Generator[None, None, None]:
+    """A context that holds the lock; if the run cannot begin, the `new` files and folders go.
+
+    After a mistake of the user, or an error of a disk, the next start then finds what this one
+    found. A run that has logged a step, and one that was stopped, leave what they have.
+    """
+    try:
+        yield
+    except (UserError, OSError):
+        log = workdir / METRICS
+        if not resumes(workdir) and not (log.is_file() and log.stat().st_size):
+            with contextlib.suppress(OSError):  # a folder into which somebody put a file stays
+                for path in new:
+                    if path in (workdir, *workdir.parents):
+                        path.rmdir()
+                    else:
+                        remove(path)
+        raise
 
 
 def claim(workdir: Path, config: Config) -> None:
@@ -77,12 +108,6 @@ def resumes(workdir: Path) -> bool:
 def write_config(workdir: Path, config: Config) -> None:
     """Writes config.json; a run that resumes calls this when nothing can be refused any more."""
     replace_file(workdir / CONFIG, config_to_json(config).encode())
-
-
-def cache_programs(workdir: Path) -> None:
-    """Makes JAX keep compiled programs in the workdir, unless it has another place for them."""
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compiled"))
 
 
 def _read_config(workdir: Path) -> Config | None:
