@@ -393,3 +393,14 @@ def test_a_run_for_which_the_disk_has_no_space_is_refused_before_its_first_step(
         loop.run(tiny, tmp_path)
     assert steps_of(tmp_path) == []
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_trace_ends_when_its_last_step_is_over(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda state: events.append(state))
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: events.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
+    profiler = Profiler(tmp_path, 0, 99, 2)
+    for step in range(20):
+        profiler.before(step, f"state {step}")
+    assert events == ["start", "state 12", "stop"]

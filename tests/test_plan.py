@@ -296,3 +296,9 @@ def test_the_links_of_a_chip_carry_what_its_vendor_says():
     """Gigabytes a second over all links, from the published Gbit/s."""
     links = {name: chip.interconnect for name, chip in CHIPS.items()}
     assert links == {"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "cpu": None}
+
+
+def test_pairs_over_the_longest_length_of_training_are_left_out(tmp_path):
+    path, data = tmp_path / "lengths", tiny_config.get_config(".").data
+    path.write_text("16 3\n17 3\n3 16\n3 17\n1 1\n")
+    assert plan.read_lengths(str(path), data).tolist() == [[16, 3], [3, 16], [1, 1]]

@@ -373,3 +373,11 @@ def test_what_process_0_cannot_read_itself_is_not_laid_to_a_shared_disk(
     monkeypatch.setattr(prepared_data, "open_split", failing)
     with pytest.raises(OSError, match="Too many open files: 'ids'"):
         prepare_data(tiny, tmp_path)
+
+
+def test_without_a_checkpoint_what_an_earlier_start_made_of_its_text_goes(tiny, tmp_path):
+    claim(tmp_path, tiny)
+    for name in ("tokenizer.model", "corpus.json", "notes"):
+        (tmp_path / name).write_text("{}")
+    claim(tmp_path, changed(tiny, "data", vocab_size=291))
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "notes"}
