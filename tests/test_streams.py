@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flaxformer_min.config import DecodeConfig
+from flaxformer_min.data.lines import decode_lines
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.streams import ready_lines, translate_stream
 from flaxformer_min.decoding.translator import EMPTY, Translator
@@ -184,3 +185,9 @@ def test_lines_are_numbered_on_from_group_to_group():
     )
     assert stream(fake, b"a\nb\nc\n", b"d\ne\n", b"f") == [""] * 6
     assert seen == [(1, ["a", "b", "c"]), (4, ["d", "e"]), (6, ["f"]), "end"]
+
+
+def test_only_the_very_start_of_a_text_loses_its_byte_order_mark():
+    lines = ["\ufeffa".encode(), "\ufeffb".encode()]
+    assert list(decode_lines(lines, "text")) == ["a", "\ufeffb"]
+    assert list(decode_lines(lines, "text", first_line=7)) == ["\ufeffa", "\ufeffb"]
