@@ -367,3 +367,23 @@ def test_every_file_is_on_the_disk_before_the_manifest_gets_its_name(tmp_path, m
     before = {str(tmp_path / name) for name in ("a", "b", "b/c", "b/d", ".")}
     assert before <= set(events[:named]) and str(tmp_path.parent) in events[:named]
     assert str(tmp_path) in events[named:]
+
+
+def test_a_manifest_says_the_same_in_any_order(tmp_path):
+    with publish(tmp_path / "a") as new:
+        for name in ("b", "c", "d"):
+            (new / name).write_text(name)
+    path = tmp_path / "a" / MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["files"] = dict(reversed(manifest["files"].items()))
+    path.write_text(json.dumps(dict(reversed(manifest.items()))))
+    verify(tmp_path / "a")
+
+
+def test_what_cannot_be_discarded_does_not_hide_the_error_that_matters(tmp_path, monkeypatch):
+    def failing(folder):
+        raise OSError("cannot be deleted")
+
+    with pytest.raises(ValueError, match="matters"), publish(tmp_path / "a"):
+        monkeypatch.setattr("flaxformer_min.system.sealed.delete", failing)
+        raise ValueError("this matters")

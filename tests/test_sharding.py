@@ -171,8 +171,9 @@ def test_devices_exchange_no_logits_and_no_batch(programs, sizes):
         assert all(one.bytes < activations // shares for one in moving)
         in_loops = [one for one in found if one.trips > 1]
         assert all(one.bytes <= activations // shares for one in in_loops)
-        gathered = [one for one in found if one.kind != "all-reduce"]
-        assert all(one.bytes < logits // shares for one in gathered)
+        # Where rows are split too, an all-reduce may hold all gradients at once.
+        whole = [one for one in found if one.kind != "all-reduce" or shares == 1]
+        assert all(one.bytes < logits // shares for one in whole)
 
 
 @pytest.mark.run
