@@ -24,7 +24,7 @@ _OTHER_NAMES = {
     "workdir": "output_dir output out save_dir model_dir log_dir logdir checkpoint_dir ckpt_dir "
     "work_dir run_dir",
     "model.num_layers": "layers n_layers nlayers num_hidden_layers encoder_layers decoder_layers "
-    "num_encoder_layers num_decoder_layers depth",
+    "num_encoder_layers depth",
     "model.d_model": "hidden_size hidden_dim hidden dim embed_dim embedding_dim emb_dim n_embd "
     "model_dim width",
     "model.d_ff": "ffn_dim ff_dim ff_size dim_feedforward intermediate_size mlp_dim",
@@ -152,14 +152,14 @@ def _users_code(path: Path) -> Generator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{path}{_line_of(error, path)}: {reason}") from error
     finally:
         sys.path.remove(str(path.parent))
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     """Returns `:LINE` of the deepest call inside the file, or nothing."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f":{error.lineno}"

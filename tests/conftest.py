@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
@@ -17,9 +17,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
-from jaxtyping import install_import_hook
+import jaxtyping
 
-install_import_hook("flaxformer_min", "beartype.beartype")
+jaxtyping.install_import_hook("flaxformer_min", "beartype.beartype")
 
 from pathlib import Path
 
@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"finished", "browser"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
+
+
+@pytest.fixture
+def as_users_have_it() -> Iterator[None]:
+    """Without the checks of annotations, which only tests have."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

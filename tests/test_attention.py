@@ -3,6 +3,7 @@
 Sizes are distinct primes: B 2, H 3, T 5, K 7, S 11, U 13.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_transformer as reference
 import pytest
+from flax import nnx
 from jaxtyping import TypeCheckError
 from tiny_model import (
     CONFIG,
@@ -21,9 +23,10 @@ from tiny_model import (
     silenced,
 )
 
-from flaxformer_min.model.attention import attend, scaled_dot_product_attention
+from flaxformer_min.model.attention import attend, cudnn_attention, scaled_dot_product_attention
 from flaxformer_min.model.cached import MaskedBlock, attend_blocks
 from flaxformer_min.model.dropout import dropout
+from flaxformer_min.model.layers import MultiHeadAttention
 from flaxformer_min.model.masks import padding_mask
 
 B, H, T, K, S, U = 2, 3, 5, 7, 11, 13
@@ -323,3 +326,40 @@ def test_with_attention_silenced_the_decoder_forgets_source_and_prefix():
     other = compiled_forward(CONFIG, params, SOURCE[::-1], changed)[1]
     moved = (np.abs(other - logits).max(-1) > 0).astype(int)
     np.testing.assert_array_equal(moved, np.tile(np.arange(13) == 3, (5, 1)))
+
+
+def test_the_fused_kernel_gets_the_same_mask_and_scale_and_gives_the_same_axes_back(monkeypatch):
+    """Here XLA stands in for cuDNN, which needs a GPU; only the kernel's name is changed."""
+    original = jax.nn.dot_product_attention
+
+    def on_any_machine(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        return original(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_any_machine)
+    random = np.random.default_rng(3)
+    query, key, value = (
+        jnp.asarray(random.standard_normal((3, 2, length, 7)), jnp.float32)
+        for length in (5, 11, 11)
+    )
+    mask = jnp.asarray(random.random((3, 1, 5, 11)) < 0.5).at[..., 4].set(True)
+    found = cudnn_attention(query, key, value, mask)
+    expected = scaled_dot_product_attention(query, key, value, mask)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.run
+def test_the_weights_that_are_shown_are_those_before_dropout():
+    config = dataclasses.replace(CONFIG, attention_dropout=0.5)
+
+    @jax.jit
+    def attended(key):
+        attention, seen = MultiHeadAttention(config, rngs=nnx.Rngs(3)), {}
+        x = jax.random.normal(jax.random.key(5), (2, 5, config.d_model))
+        output = attention(x, attention.keys_values(x), jnp.ones((1, 1, 1, 5), bool), key, seen)
+        return seen["weights"], output
+
+    shown, whole = attended(None)
+    shown_in_training, dropped = attended(jax.random.key(7))
+    np.testing.assert_allclose(shown_in_training, shown, rtol=1e-6)
+    assert np.abs(dropped - whole).max() > 0.01

@@ -67,3 +67,10 @@ def test_ids_are_padded_to_the_width():
     found = padded([[5, 6], [], [7]], 3, 9)
     assert found.tolist() == [[5, 6, 9], [9, 9, 9], [7, 9, 9]]
     assert found.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("width", "rows"), [(16, 16), (64, 16), (65, 15), (96, 10), (1024, 1), (1025, 1)]
+)
+def test_a_device_decodes_16_lines_at_once_or_as_many_as_1024_positions_hold(width, rows):
+    assert rows_at_once(width) == rows

@@ -284,3 +284,11 @@ def test_validation_batches_hold_every_pair_once_in_few_shapes(tmp_path):
     assert sum((batch.target != PAD).sum() for batch in batches) == lengths[:, 1].sum()
     for batch, same in zip(batches, again, strict=True):
         np.testing.assert_array_equal(batch.source, same.source)
+
+
+def test_validation_takes_pairs_that_training_has_no_tokens_for(tmp_path):
+    lengths = random_lengths(23)
+    few = dataclasses.replace(CONFIG, tokens_per_batch=30)
+    batches = list(evaluation_batches(corpus_of(tmp_path, lengths), few, PAD, 8))
+    assert sum((batch.target != PAD).sum() for batch in batches) == lengths[:, 1].sum()
+    assert all(len(batch.source) % 8 == 0 for batch in batches)

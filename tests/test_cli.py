@@ -14,6 +14,7 @@ import pytest
 from flaxformer_min import cli
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.system import malloc
 from flaxformer_min.system.sealed import CheckpointError
 from flaxformer_min.training import loop
 from tools import tiny_config
@@ -463,3 +464,11 @@ sys.exit(cli.main(["average", "x", "--output", "y"]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: mend it\n"
+
+
+def test_train_keeps_the_work_space_of_a_step_before_anything_runs(monkeypatch, tmp_path):
+    events = []
+    monkeypatch.setattr(malloc, "keep_work_space", lambda: events.append("kept"))
+    monkeypatch.setattr(loop, "run", lambda *arguments, **options: events.append("run") or 0)
+    assert main(*tiny_train(tmp_path, tmp_path / "run")) == 0
+    assert events == ["kept", "run"]

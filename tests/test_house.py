@@ -221,6 +221,15 @@ def too_large(folders: list[Path], measure: Callable, most: int) -> Iterator[str
                 yield f"{where(path, function.lineno)} {function.name}: {found}, at most {most}"
 
 
+def test_a_function_that_is_too_long_is_found_in_any_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    for name, lines in (("a.py", 3), ("deep/er/b.py", 4)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("class C:\n    def f(self):\n" + "        1\n" * (lines - 1))
+    assert list(too_large([tmp_path], length, 3)) == ["deep/er/b.py:2 f: 4, at most 3"]
+    assert list(too_large([tmp_path], length, 4)) == []
+
+
 def test_no_function_is_longer_than_60_lines() -> None:
     folders = [PACKAGE, *PROGRAMS]
     assert sum(len(list(functions(path))) for path in python_files(*folders)) > 700

@@ -63,7 +63,7 @@ def test_a_run_logs_every_step_once_and_its_evaluations(finished):
     assert [line["step"] for line in evaluations] == [100, 200]
     for line in evaluations:
         assert line["validation_perplexity"] == pytest.approx(math.exp(line["validation_loss"]))
-        assert (line["bleu"]["step"], line["bleu"]["lines"]) == (line["step"], 7)
+        assert (line["bleu"]["step"], line["bleu"]["lines"]) == (line["step"], 41)
         assert {"score", "signature", "beam_size", "length_penalty_alpha"} <= set(line["bleu"])
 
 
@@ -207,3 +207,22 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path):
     with pytest.raises(FloatingPointError, match=r"^steps 11 to 20 were .* last batch: 7, 1020$"):
         log.flush()
     log.close()
+
+
+def test_a_step_that_changes_nothing_has_the_rate_that_its_update_would_have_had(tmp_path):
+    log = open_log(tmp_path)
+    for step, skipped, in_a_row in ((2, 0, 0), (3, 1, 1), (4, 2, 2), (5, 2, 0)):
+        log.push(step, metrics(1.0, skipped, in_a_row))
+    log.flush()
+    log.close()
+    rates = [line["learning_rate"] for line in lines(tmp_path)]
+    assert rates == pytest.approx([0.10, 0.15, 0.15, 0.15])
+
+
+def test_without_a_terminal_every_fiftieth_step_is_a_line(tmp_path, capsys):
+    log = open_log(tmp_path)
+    for step in (49, 50, 51, 99, 100, 101):
+        log.push(step, metrics(4.0))
+    log.close()
+    said = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["step 50/40", "step 100/40"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -382,3 +383,24 @@ def test_a_trace_begins_after_ten_steps_where_there_are_so_many(
         found += [step] * len(running)
     profiler.close()
     assert (found, running) == (traced, [])
+
+
+def test_a_run_for_which_the_disk_has_no_space_is_refused_before_its_first_step(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(UserError, match=r"0 bytes are free and .* needed, for 5 checkpoints"):
+        loop.run(tiny, tmp_path)
+    assert steps_of(tmp_path) == []
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_trace_ends_when_its_last_step_is_over(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda state: events.append(state))
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: events.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
+    profiler = Profiler(tmp_path, 0, 99, 2)
+    for step in range(20):
+        profiler.before(step, f"state {step}")
+    assert events == ["start", "state 12", "stop"]

@@ -1,5 +1,7 @@
 """The label-smoothed loss: published numbers, optax, and the chunked form that fuses projection."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from flaxformer_min.data.batch import Batch
 from flaxformer_min.model.build import split_model
 from flaxformer_min.model.teacher_forcing import forced_states
 from flaxformer_min.training.loss import (
+    chunk_size,
     make_loss,
     projected_cross_entropy,
     smoothed_cross_entropy,
@@ -208,3 +211,43 @@ def test_the_logits_bias_of_marians_models_counts_in_the_loss_and_has_the_gradie
         gradients,
         wanted_gradients,
     )
+
+
+@pytest.mark.run
+def test_another_id_for_padding_is_a_mere_renaming_of_ids():
+    """Where 17 is padding, id 0 is a token like any other."""
+    config = VARIANTS["narrow heads"]
+    graphdef, params = split_model(config, VOCAB_SIZE)[0], random_params(config)
+    swap = np.arange(VOCAB_SIZE)
+    swap[[0, 17]] = 17, 0
+    batch = Batch(
+        np.array([[5, 0, 9, 17], [8, 3, 17, 17]]), np.array([[0, 7, 0, 3], [3, 4, 17, 17]])
+    )
+    renamed = Batch(swap[batch.source], swap[batch.target])
+    total, tokens = jax.jit(make_loss(graphdef, pad_id=17, bos_id=2, smoothing=0.1))(
+        params, batch, None
+    )
+    wanted, _ = jax.jit(make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1))(
+        {**params, "embedding": params["embedding"][swap]}, renamed, None
+    )
+    np.testing.assert_allclose(total, wanted, rtol=1e-5)
+    assert tokens == 6
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    ("platform", "rows", "length", "columns"),
+    [
+        (None, 16, 100, 32),  # 512 positions at once
+        (None, 16, 20, 20),
+        (None, 1000, 20, 1),
+        ("cpu", 16, 300, 256),  # 512 positions on each of 8 devices
+        ("tpu", 64, 1024, 512),  # 4,096 on each of 8: two chunks
+        ("tpu", 64, 1025, 342),  # three chunks, about equally wide
+        ("gpu", 8, 100, 100),
+    ],
+)
+def test_a_device_holds_the_logits_of_so_many_positions_at_once(platform, rows, length, columns):
+    devices = np.array([SimpleNamespace(platform=platform)])
+    mesh = SimpleNamespace(devices=devices, shape={"data": 4, "fsdp": 2, "tensor": 3})
+    assert chunk_size(rows, length, mesh if platform else None) == columns

@@ -39,8 +39,10 @@ from flaxformer_min.model.build import count_parameters, split_model
 from flaxformer_min.model.cached import block_sizes, decode_step, init_cache, memory_keys_values
 from flaxformer_min.model.dropout import dropout
 from flaxformer_min.model.layers import EncoderLayer
+from flaxformer_min.model.linear import project
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
+from flaxformer_min.model.teacher_forcing import forced_states
 from flaxformer_min.model.transformer import Transformer, run_layers
 from flaxformer_min.training.state import init_state
 
@@ -365,11 +367,8 @@ def test_every_dropout_draws_from_a_key_of_its_own(params, monkeypatch, rate, si
 
     monkeypatch.setattr(jax.random, "bernoulli", recording)
     config = dataclasses.replace(CONFIG, attention_dropout=rate, ffn_dropout=rate)
-    model, (encoder_key, decoder_key) = build(config, params), jax.random.split(jax.random.key(0))
-    source_mask = padding_mask(SOURCE)
-    memory = model.encode(SOURCE, source_mask, key=encoder_key)
-    target_mask = padding_mask(TARGET_IN) & causal_mask(TARGET_LENGTH)
-    model.decode_states(TARGET_IN, memory, target_mask, source_mask, key=decoder_key)
+    ids = {"pad_id": 0, "bos_id": 2}
+    forced_states(build(config, params), SOURCE, TARGET_IN, **ids, key=jax.random.key(0))
     assert len(drawn) == len(set(drawn)) == sites
 
 
@@ -479,3 +478,26 @@ def test_shapes_and_weights_come_from_modules_that_were_built_once(monkeypatch):
         params = jax.jit(lambda s=seed: init_state(config, VOCAB_SIZE, optax.sgd(1.0), s))().params
         assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
     assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    ("knobs", "loops", "recomputed"),
+    [({}, 0, 0), ({"remat": True}, 0, 3), ({"scan_layers": True}, 1, 0)],
+)
+def test_the_traced_program_loops_over_layers_or_marks_them_as_asked(knobs, loops, recomputed):
+    config = dataclasses.replace(CONFIG, num_layers=3, num_decoder_layers=None, **knobs)
+    params, mask = random_params(config), padding_mask(SOURCE)
+    program = jax.make_jaxpr(lambda params: build(config, params).encode(SOURCE, mask))(params)
+    names = [each.primitive.name for each in equations(program.jaxpr)]
+    assert names.count("scan") == loops
+    assert sum(name in ("checkpoint", "remat", "remat2") for name in names) == recomputed
+
+
+def test_logits_of_bfloat16_states_are_not_rounded_to_bfloat16():
+    rng = np.random.default_rng(5)
+    states = jnp.asarray(rng.standard_normal((2, 3, 26)), jnp.bfloat16)
+    table = jnp.asarray(rng.standard_normal((31, 26)), jnp.float32)
+    found = project(states, table)
+    narrow = np.asarray(table.astype(jnp.bfloat16), np.float64)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.asarray(states, np.float64) @ narrow.T, atol=1e-5)

@@ -8,7 +8,7 @@ import jaxtyping
 import pytest
 from babel import Locale
 
-from flaxformer_min.data.cldr import CATEGORIES, Dice, spellings
+from flaxformer_min.data.cldr import CATEGORIES, Dice, _distinct, spellings
 from flaxformer_min.data.phrases import SPLITS, Phrase, pair, phrase, split_of
 from flaxformer_min.errors import UserError
 
@@ -242,3 +242,8 @@ def test_german_accounts_are_translated_as_plain_amounts() -> None:
     """German has one text for "-$1.50" and for the accounting style's "($1.50)"."""
     assert not any(p.target.startswith("(") for p in draw("train", 2_000, "de", "en"))
     assert any(p.source.startswith("(") for p in draw("train", 2_000, "en", "de"))
+
+
+def test_an_option_that_shares_a_text_with_one_left_out_is_left_out_too():
+    texts = {"a": {"1"}, "b": {"1", "2"}, "c": {"2"}, "d": {"3"}}
+    assert _distinct(texts, texts.__getitem__) == ("a", "d")

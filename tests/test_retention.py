@@ -467,3 +467,12 @@ def test_a_reader_that_is_always_too_late_says_so_in_the_end(tmp_path, monkeypat
     with pytest.raises(UserError, match=r"11: was deleted while it was being read; .*keep_last$"):
         load_for_inference(tmp_path)
     assert next(numbers) > load.LOOKS
+
+
+@pytest.mark.run
+def test_the_best_step_is_that_of_the_newest_checkpoints_metric(tmp_path):
+    for step, metric, bleu_score, loss in ((5, "bleu", 30.0, 2.0), (7, "loss", 20.0, 1.0)):
+        with opened(tmp_path, keep_last=9, best_metric=metric) as checkpoints:
+            record = {"bleu": {"score": bleu_score}, "validation_loss": loss}
+            checkpoints.save(make_state(step), step, evaluation=record)
+    assert load_for_inference(tmp_path, "best").step == 7

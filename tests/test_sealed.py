@@ -15,6 +15,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.retention import newest_good
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.sealed import (
+    MANIFEST,
     CheckpointError,
     DeletedError,
     delete,
@@ -343,3 +344,46 @@ def test_an_error_in_reading_what_has_been_deleted_says_so(tmp_path, how):
         raise CheckpointError("damaged")
     with pytest.raises(DeletedError), unless_deleted(tmp_path / "never"):
         pass
+
+
+def test_every_file_is_on_the_disk_before_the_manifest_gets_its_name(tmp_path, monkeypatch):
+    for name in ("a", "b/c", "b/d"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(number):
+        events.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def replaced(source, target):
+        events.append(f"-> {target}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", replaced)
+    seal(tmp_path)
+    named = events.index(f"-> {tmp_path / MANIFEST}")
+    before = {str(tmp_path / name) for name in ("a", "b", "b/c", "b/d", ".")}
+    assert before <= set(events[:named]) and str(tmp_path.parent) in events[:named]
+    assert str(tmp_path) in events[named:]
+
+
+def test_a_manifest_says_the_same_in_any_order(tmp_path):
+    with publish(tmp_path / "a") as new:
+        for name in ("b", "c", "d"):
+            (new / name).write_text(name)
+    path = tmp_path / "a" / MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["files"] = dict(reversed(manifest["files"].items()))
+    path.write_text(json.dumps(dict(reversed(manifest.items()))))
+    verify(tmp_path / "a")
+
+
+def test_what_cannot_be_discarded_does_not_hide_the_error_that_matters(tmp_path, monkeypatch):
+    def failing(folder):
+        raise OSError("cannot be deleted")
+
+    with pytest.raises(ValueError, match="matters"), publish(tmp_path / "a"):
+        monkeypatch.setattr("flaxformer_min.system.sealed.delete", failing)
+        raise ValueError("this matters")

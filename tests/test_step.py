@@ -21,9 +21,10 @@ from flaxformer_min.model.teacher_forcing import shift_right
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer
-from flaxformer_min.training.sharding import AXES, ROWS, make_mesh, shardings
+from flaxformer_min.training.sharding import AXES, ROWS, abstract_rows, make_mesh, shardings
 from flaxformer_min.training.state import TrainState, init_state
-from flaxformer_min.training.step import make_train_step
+from flaxformer_min.training.step import StepProgram, gradient_sums, make_train_step
+from tools import tiny_config
 
 PAD, BOS, EOS, VOCAB = 0, 2, 3, 48
 MODEL = ModelConfig(num_layers=1, d_model=16, d_ff=32, num_heads=2, d_k=8, d_v=8, dropout=0.0)
@@ -275,3 +276,53 @@ def test_parameters_are_counted_by_the_paper_s_formula():
     assert count_parameters(fresh_state().params) == (
         layers + feed_forward + norms + VOCAB * MODEL.d_model
     )
+
+
+# A loss whose gradient is known
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_the_logged_norm_is_that_of_the_gradient_of_the_mean_loss(accumulation):
+    batch = np.arange(24.0).reshape(8, 3).astype(np.float32) - 7
+
+    def loss(params, batch, key):
+        return (batch * params["weights"]).sum(), jnp.float32(5 * len(batch))
+
+    zero, params = jnp.int32(0), {"weights": jnp.ones((1, 3))}
+    state = TrainState(zero, params, params, zero, zero)
+    _, metrics = make_train_step(loss, KEEP_GRADIENT, accumulation)(state, batch, KEY)
+    np.testing.assert_allclose(metrics.gradient_norm, np.linalg.norm(batch.sum(0) / 40), rtol=1e-6)
+    np.testing.assert_allclose(metrics.loss, batch.sum() / 40, rtol=1e-6)
+
+
+def test_every_micro_batch_has_a_key_of_its_own():
+    def loss(params, batch, key):
+        return jax.random.normal(key, (5,)) @ params["weights"], jnp.float32(1)
+
+    _, gradient = gradient_sums(loss, {"weights": jnp.ones(5)}, jnp.ones((6, 2)), KEY, 3)
+    each = [jax.random.normal(jax.random.fold_in(KEY, number), (5,)) for number in range(3)]
+    np.testing.assert_allclose(gradient["weights"], np.sum(each, axis=0), rtol=1e-5)
+
+
+def test_row_r_goes_to_micro_batch_r_modulo_their_number():
+    """So each micro-batch has an equal share of every device's rows."""
+    batch = 2.0 ** np.arange(6, dtype=np.float32)[:, None]
+
+    def loss(params, batch, key):
+        return jax.random.normal(key) * batch.sum() * params["weight"], jnp.float32(1)
+
+    _, gradient = gradient_sums(loss, {"weight": jnp.float32(1)}, batch, KEY, 3)
+    drawn = [float(jax.random.normal(jax.random.fold_in(KEY, number))) for number in range(3)]
+    wanted = sum(drawn[row % 3] * 2.0**row for row in range(6))
+    np.testing.assert_allclose(gradient["weight"], wanted, rtol=1e-5)
+
+
+@pytest.mark.run
+def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else():
+    config = tiny_config.get_config(".")
+    mesh = make_mesh(config.mesh)
+    program = StepProgram(config, mesh, **KEYWORDS)
+    batch, key = Batch(*abstract_rows(mesh, 16, 7, 11)), jax.eval_shape(jax.random.key, 0)
+    state, *others = program.jitted.lower(program.shapes, batch, key).args_info[0]
+    assert all(leaf.donated for leaf in jax.tree.leaves(state))
+    assert not any(leaf.donated for leaf in jax.tree.leaves(others))

@@ -2,12 +2,15 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from flaxformer_min.config import DecodeConfig
+from flaxformer_min.data.lines import decode_lines
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.streams import ready_lines, translate_stream
-from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.decoding.translator import EMPTY, Translator
 from flaxformer_min.errors import UserError
 
 
@@ -164,3 +167,27 @@ def test_the_attention_of_each_line_goes_with_its_number_and_pieces(translator):
     assert source == tokenizer.pieces(tokenizer.encode("a cat"))
     assert weights.cross.shape[-2:] == (len(target), len(source))
     assert len(long) == 16 and long[-1] == "</s>"
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_lines_are_numbered_on_from_group_to_group():
+    seen = []
+
+    def translate(lines, options, *, first_line, **_):
+        seen.append((first_line, lines))
+        return [EMPTY] * len(lines)
+
+    long_lines = SimpleNamespace(end=lambda: seen.append("end"))
+    fake = SimpleNamespace(
+        config=SimpleNamespace(decode=DecodeConfig()),
+        translate=translate,
+        long_lines=lambda: long_lines,
+    )
+    assert stream(fake, b"a\nb\nc\n", b"d\ne\n", b"f") == [""] * 6
+    assert seen == [(1, ["a", "b", "c"]), (4, ["d", "e"]), (6, ["f"]), "end"]
+
+
+def test_only_the_very_start_of_a_text_loses_its_byte_order_mark():
+    lines = ["\ufeffa".encode(), "\ufeffb".encode()]
+    assert list(decode_lines(lines, "text")) == ["a", "\ufeffb"]
+    assert list(decode_lines(lines, "text", first_line=7)) == ["\ufeffa", "\ufeffb"]

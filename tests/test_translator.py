@@ -539,3 +539,91 @@ def test_attention_comes_with_each_hypothesis_if_asked_for(translator):
             for site in each.attention:
                 np.testing.assert_allclose(site.sum(axis=-1), 1, atol=1e-6)
             assert (each.attention.decoder[:, :, *np.triu_indices(t, 1)] == 0).all()
+
+
+# What is no list of lines
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("Oct 7", r"lines is one str: write translate\(\[text\]\)"),
+        (b"Oct 7", r"lines is one bytes: write translate\(\[text\]\)"),
+        (["see", None], r"lines\[1\] is None \(NoneType\): it must be a string"),
+        ([b"see"], r"lines\[0\] is b'see' \(bytes\): it must be a string"),
+        (["", 7], r"lines\[1\] is 7 \(int\): it must be a string"),
+    ],
+)
+def test_lines_that_are_no_strings_are_a_type_error_at_once(translator, lines, message):
+    with pytest.raises(TypeError, match=message):
+        translator.decode(lines)  # before the first batch is asked for
+    with pytest.raises(TypeError, match=message):
+        translator.translate(lines)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_prefixes_are_strings_and_as_many_as_the_lines(translator):
+    lines = ["see", "a cat", ""]
+    for prefixes in (["a"], ["a"] * 4):
+        with pytest.raises(ValueError, match=f"{len(prefixes)} prefixes for 3 lines"):
+            translator.decode(lines, prefixes=prefixes)
+    with pytest.raises(TypeError, match=r"prefixes\[2\] is None"):
+        translator.decode(lines, prefixes=["a", "", None])
+    with pytest.raises(TypeError, match=r"prefixes is one str: write prefixes=\[prefix\]"):
+        translator.decode(lines, prefixes="abc")
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (["Oct 7", "7. Okt."], r"pairs\[0\] is 'Oct 7' \(str\): it must be \(source, target\)"),
+        (("ab", "cd"), r"pairs\[0\] is 'ab' \(str\)"),
+        ("ab", "pairs is one string"),
+        ([("a", "b"), ("a", "b", "c")], r"pairs\[1\] is \('a', 'b', 'c'\) \(tuple\)"),
+        ([("a", "b"), ("a", None)], r"pairs\[1\] is \('a', None\) \(tuple\)"),
+        ([("a", "b"), None], r"pairs\[1\] is None \(NoneType\)"),
+    ],
+)
+def test_what_is_no_pair_of_strings_is_a_type_error(translator, pairs, message):
+    for function in (translator.score, translator.score_tokens):
+        with pytest.raises(TypeError, match=message):
+            function(pairs)
+
+
+def test_half_a_character_is_read_as_the_replacement_character(translator):
+    halves, whole = ["see \ud83d a cat", "\udfff"], ["see \ufffd a cat", "\ufffd"]
+    found = translator.translate(halves, prefixes=[halves[1], ""])
+    assert found == translator.translate(whole, prefixes=[whole[1], ""])
+    pairs, expected = ([tuple(lines), tuple(lines[::-1])] for lines in (halves, whole))
+    assert translator.score(pairs) == translator.score(expected)
+
+
+def test_options_that_are_wrong_are_refused_before_a_batch_is_asked_for(translator):
+    with pytest.raises(UserError, match="n_best is 5"):
+        translator.decode(["see"], Options(n_best=5))
+
+
+def test_weights_of_another_vocabulary_are_refused_by_name(translator):
+    tokenizer, params = translator.tokenizer, translator.params
+    size, width = params["output_embedding"].shape
+    small = {**params, "output_embedding": params["output_embedding"][:-1]}
+    message = (
+        rf"output_embedding is float32\[{size - 1}, {width}\] there and float32\[{size}, {width}\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        Translator(CONFIG, tokenizer, small)
+    with pytest.raises(ValueError, match=message):
+        Translator(CONFIG, tokenizer, params, others=[(CONFIG.model, small)])
+    with pytest.raises(ValueError, match=message):
+        copy.copy(translator).params = small
+
+
+def test_an_ensemble_takes_no_line_longer_than_its_smallest_model_does(translator, caplog):
+    smaller = dataclasses.replace(CONFIG.model, max_length=19)
+    weights, others = translator.params, [(smaller, translator.params)]
+    both = Translator(CONFIG, translator.tokenizer, weights, others=others)
+    with caplog.at_level(logging.WARNING):
+        both.decode(["one two three " * 9])
+    assert "its first 19 are used" in caplog.text

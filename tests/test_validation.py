@@ -3,10 +3,13 @@
 import signal
 
 import jax
+import numpy as np
 import pytest
 
+from flaxformer_min.data.batching import evaluation_batches
 from flaxformer_min.model.build import split_model
 from flaxformer_min.system.signals import AgreedStop, StopRequest
+from flaxformer_min.training.loss import make_loss
 from flaxformer_min.training.optimizer import make_optimizer
 from flaxformer_min.training.prepared_data import prepare_data
 from flaxformer_min.training.sharding import make_mesh
@@ -39,7 +42,7 @@ def validation_with(translate, tiny, data):
 
 def test_scores_compare_only_between_equal_texts_and_searches(tiny):
     by_loss = changed(tiny, "train", best_metric="loss")
-    search = {"beam_size": 3, "length_penalty_alpha": 0.7, "bleu_tokenize": "char"}
+    search = {"beam_size": 3, "length_penalty_alpha": 0.7, "bleu_tokenize": "intl"}
     for config, comparable in ((tiny, False), (by_loss, True)):
         measure = measure_of(config, "digest")
         assert measure != measure_of(config, "another")
@@ -83,3 +86,33 @@ def test_a_stop_between_two_batches_gives_the_evaluation_up_and_asks_for_no_more
     with pytest.raises(GivenUp):
         validation.bleu(params, 7, AgreedStop(stop))
     assert batches == [0, 1]  # the second is thrown away
+
+
+@pytest.mark.run
+def test_the_loss_weighs_every_token_alike_over_batches_of_several_shapes(tiny, data):
+    tokenizer = data.tokenizer
+    validation, params = validation_with(lambda *arguments: iter([]), tiny, data)
+    batches = list(evaluation_batches(data.validation, tiny.data, tokenizer.pad_id, 8))
+    assert len({batch.target.shape for batch in batches}) > 1
+    graphdef, _ = split_model(tiny.model, tokenizer.vocab_size)
+    ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id}
+    sums = jax.jit(make_loss(graphdef, **ids, smoothing=0.0))
+    each = np.array([sums(params, batch, None) for batch in batches])
+    by_batch = (each[:, 0] / each[:, 1]).mean()
+    found = validation.loss(params, lambda: False)
+    assert found == pytest.approx(each[:, 0].sum() / each[:, 1].sum(), rel=1e-6)
+    assert abs(found - by_batch) > 1e-4
+
+
+def test_a_stop_gives_the_loss_up_before_the_next_batch(tiny, data):
+    validation, params = validation_with(lambda *arguments: iter([]), tiny, data)
+    asked, answers = [], [False, False, True]
+
+    def sums(params, batch):
+        asked.append(batch.target.shape)
+        return 1.0, 1.0
+
+    validation._sums = sums
+    with pytest.raises(GivenUp):
+        validation.loss(params, lambda: answers.pop(0))
+    assert len(asked) == 2

@@ -235,7 +235,7 @@ def test_the_corpus_report_says_what_was_read_kept_and_dropped(tiny, tmp_path):
     report = json.loads((tmp_path / "corpus.json").read_text())
     (train,), (validation,) = report["train"]["sources"], report["validation"]["sources"]
     assert train["read"] == 200 == train["kept"] + sum(train["dropped"].values())
-    assert (train["kept"], validation["kept"]) == (len(data.train), 7)
+    assert (train["kept"], validation["kept"]) == (len(data.train), 41)
 
 
 # ---- What a failed start leaves
@@ -373,3 +373,11 @@ def test_what_process_0_cannot_read_itself_is_not_laid_to_a_shared_disk(
     monkeypatch.setattr(prepared_data, "open_split", failing)
     with pytest.raises(OSError, match="Too many open files: 'ids'"):
         prepare_data(tiny, tmp_path)
+
+
+def test_without_a_checkpoint_what_an_earlier_start_made_of_its_text_goes(tiny, tmp_path):
+    claim(tmp_path, tiny)
+    for name in ("tokenizer.model", "corpus.json", "notes"):
+        (tmp_path / name).write_text("{}")
+    claim(tmp_path, changed(tiny, "data", vocab_size=291))
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "notes"}

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.data.batch import padded
@@ -36,6 +38,7 @@ from flaxformer_min.decoding.sentences import (
     encode_sentences,
     pad_sentences,
 )
+from flaxformer_min.decoding.texts import checked_pairs, checked_prefixes, checked_texts
 from flaxformer_min.errors import UserError, local_path
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
@@ -107,9 +110,14 @@ class Translator:
         self._everywhere = NamedSharding(mesh, P())
         models = [config.model, *(model for model, _ in others)]
         self._longest = min(model.max_length for model in models)
-        self._others = tuple(jax.device_put(other, self._everywhere) for _, other in others)
+        graphdefs, self._shapes = zip(
+            *(split_model(model, tokenizer.vocab_size) for model in models), strict=True
+        )
         self.params = params
-        graphdefs = tuple(split_model(model, tokenizer.vocab_size)[0] for model in models)
+        self._others = tuple(
+            jax.device_put(_fitting(other, shapes), self._everywhere)
+            for (_, other), shapes in zip(others, self._shapes[1:], strict=True)
+        )
         search = functools.partial(search_batch, graphdefs, tokenizer, self._longest)
         self._search = on_devices(search, mesh)
         self._score = on_devices(functools.partial(score_batch, graphdefs, tokenizer), mesh)
@@ -148,7 +156,7 @@ class Translator:
 
     @params.setter
     def params(self, params: Params) -> None:
-        self._params = jax.device_put(params, self._everywhere)
+        self._params = jax.device_put(_fitting(params, self._shapes[0]), self._everywhere)
 
     def translate(
         self,
@@ -168,7 +176,8 @@ class Translator:
         may count over all of them by `long_lines`. The translation of lines[n] begins with
         prefixes[n], if that is not blank; the prefix counts in the score and towards the length.
         Raises UserError for options that are out of range or contradict each other, and for
-        attention weights of an ensemble.
+        attention weights of an ensemble; TypeError for a bare string and for what is no string;
+        ValueError for more or fewer prefixes than lines.
         """
         translations = [EMPTY] * len(lines)
         for batch in self.decode(
@@ -187,12 +196,14 @@ class Translator:
         first_line: int = 1,
         long_lines: LongLines | None = None,
     ) -> Iterator[list[tuple[int, Translation]]]:
-        """Yields the (place, Translation) of every line that is not blank, batch by batch.
+        """Iterates over the (place, Translation) of every line that is not blank, by batches.
 
         `place` is the line's index in `lines`. The caller may stop between two batches. The
-        arguments and errors are those of `translate`.
+        arguments and errors are those of `translate`; errors come at once.
         """
         refuse_forked()
+        lines = checked_texts(lines, "lines", "translate([text])")
+        prefixes = checked_prefixes(prefixes, len(lines))
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
@@ -214,7 +225,7 @@ class Translator:
         # Attention weights are large, so that fewer lines are in a batch.
         lines_per_row = 1 if options.attention else LINES_PER_ROW
         batches = self._batches([sentence.length for sentence in sentences], lines_per_row)
-        yield from map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
+        return map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """Returns the log-probability of each pair's target given its source, in nats, in order.
@@ -230,14 +241,15 @@ class Translator:
     ) -> list[TokenScores]:
         """Returns the log-probability of each token of each pair's target, in nats, in order.
 
-        `score` returns their sums.
+        `score` returns their sums. What is no pair of strings is a TypeError.
         """
         refuse_forked()
+        sides = checked_pairs(pairs)
         numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
         noted = self.long_lines()
         sources, targets = (
-            encode_lines(self.tokenizer, [pair[side] for pair in pairs], numbers, name, noted)
-            for side, name in enumerate(("source", "target"))
+            encode_lines(self.tokenizer, lines, numbers, name, noted)
+            for name, lines in zip(("source", "target"), sides, strict=True)
         )
         noted.end()
         scored = [TokenScores((), ())] * len(pairs)
@@ -296,6 +308,21 @@ class Translator:
                 count = max(1, int(np.sum(found.lengths[row] > 0)))
                 best, *others = (hypothesis(row, rank) for rank in range(count))
                 yield sentence.place, dataclasses.replace(best, others=tuple(others))
+
+
+def _fitting(params: Params, shapes: Params) -> Params:
+    """Returns the parameters, or raises ValueError for those of another model or vocabulary.
+
+    An empty tree stands for parameters that come later.
+    """
+
+    def described(tree: Params) -> dict[str, jax.ShapeDtypeStruct]:
+        leaves = named_leaves(tree).items()
+        return {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for name, leaf in leaves}
+
+    if params and (wrong := difference(described(params), described(shapes))):
+        raise ValueError(f"params (there) do not fit config and tokenizer (here): {wrong}")
+    return params
 
 
 def _weigh(

@@ -4,7 +4,7 @@ Letters: B batch, H heads, T queries, S keys, K width of a query and a key, U wi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ Values = Float[Array, "B H S U"]
 Mask = Bool[Array, "#B #H #T S"]  # True = may attend
 Weights = Float[Array, "B H T S"]
 Context = Float[Array, "B H T U"]
+
+# The kinds of arrays that `check` knows.
+FLOATS, IDS, BOOLEANS = jnp.floating, jnp.integer, jnp.bool_
+_MEANT = {FLOATS: "floating", IDS: "integer token ids", BOOLEANS: "boolean, True = may attend"}
 
 
 class Attended(NamedTuple):
@@ -36,6 +40,9 @@ def scaled_dot_product_attention(
     masked key has weight exactly 0. A query with no allowed key has weights and output 0, where a
     softmax over nothing would be NaN. Scores and softmax are computed in at least float32, whatever
     the dtype of the inputs is; the output has the dtype of `value`.
+
+    A mask that is not boolean, or inputs that are not floating, are a TypeError; shapes that do not
+    fit are a ValueError.
     """
     *_, weights, output = attend(query, key, value, mask)
     return (output, weights) if return_weights else output
@@ -53,6 +60,7 @@ def attend(
     In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
     whereas the weights that are returned are those before dropout.
     """
+    _check(query, key, value, mask)
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum(
         "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
@@ -71,6 +79,7 @@ def masked_softmax(scores: Weights, mask: Mask) -> Weights:
     lowest finite number stands for minus infinity: a query without an allowed key then has a finite
     softmax, and finite gradients, before the outer `where` sets it to 0.
     """
+    check(scores=(scores, FLOATS, "B H T S"), mask=(mask, BOOLEANS, "#B #H #T S"))
     lowest = jnp.finfo(scores.dtype).min
     return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1), 0)
 
@@ -81,6 +90,43 @@ def cudnn_attention(query: Query, key: Keys, value: Keys, mask: Mask) -> Query:
     It needs an NVIDIA GPU, bfloat16 and values as wide as keys (U = K). A query with no allowed key
     gets the mean of the values instead of 0.
     """
+    _check(query, key, value, mask)
     heads_inside = (x.swapaxes(1, 2) for x in (query, key, value))
     context = jax.nn.dot_product_attention(*heads_inside, mask=mask, implementation="cudnn")
     return context.swapaxes(1, 2)
+
+
+def _check(query: Query, key: Keys, value: Values, mask: Mask) -> None:
+    """Refuses inputs of attention that are not floating, not boolean or do not fit together."""
+    check(
+        query=(query, FLOATS, "B H T K"),
+        key=(key, FLOATS, "B H S K"),
+        value=(value, FLOATS, "B H S U"),
+        mask=(mask, BOOLEANS, "#B #H #T S"),
+    )
+
+
+def check(**arrays: tuple[Any, type, str]) -> None:
+    """Refuses arrays of another dtype or shape than is meant, while a function is traced.
+
+    An argument is the name of an array; its value is the array, its kind and its axes in the
+    paper's letters. A letter has the same size wherever it stands; with "#" an axis of 1 will do:
+
+        check(query=(query, FLOATS, "B H T K"), mask=(mask, BOOLEANS, "#B #H #T S"))
+
+    Raises TypeError for the dtype and ValueError for the shape; both name the array.
+    """
+    sizes = {"1": 1}
+    for name, (array, kind, letters) in arrays.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, kind):
+            raise TypeError(f"{name} is {dtype or type(array).__name__}: it must be {_MEANT[kind]}")
+        known, axes = dict(sizes), letters.split()
+        fits = array.ndim == len(axes)
+        for axis, size in zip(axes, array.shape, strict=False):
+            if axis[0] != "#" or size != 1:
+                fits &= sizes.setdefault(axis.strip("#"), size) == size
+        if not fits:
+            given = "".join(f", {axis} = {known[axis]}" for axis in known if axis.isalpha())
+            wanted = f"[{', '.join(axes)}]{given}" + ' ("#": or 1)' * ("#" in letters)
+            raise ValueError(f"{name} has shape {list(array.shape)}: it must be {wanted}")

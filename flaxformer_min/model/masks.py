@@ -7,12 +7,17 @@ causal_mask(T)`.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from flaxformer_min.model.attention import IDS, check
+
 
 def padding_mask(ids: Int[Array, "B S"], pad_id: int = 0) -> Bool[Array, "B 1 1 S"]:
     """Hides the keys that are padding from every query: ids [B, S] -> mask [B, 1, 1, S]."""
+    check(ids=(ids, IDS, "B S"))
     return (ids != pad_id)[:, None, None, :]
 
 
 def causal_mask(length: int) -> Bool[Array, "1 1 T T"]:
     """Hides the future: query t may attend to keys 0 to t. With T = length it is [1, 1, T, T]."""
+    if length < 1:
+        raise ValueError(f"length is {length}: it must be at least 1")
     return jnp.tril(jnp.ones((1, 1, length, length), dtype=bool))

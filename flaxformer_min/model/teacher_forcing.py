@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from flaxformer_min.model.attention import IDS, check
 from flaxformer_min.model.dropout import MaybeKey, split
 from flaxformer_min.model.layers import States
 from flaxformer_min.model.masks import causal_mask, padding_mask
@@ -11,6 +12,7 @@ from flaxformer_min.model.transformer import Source, Target, Transformer
 
 def shift_right(target: Target, bos_id: int) -> Target:
     """Returns the decoder's input for a target [B, T]: BOS, then every token but the last."""
+    check(target=(target, IDS, "B T"))
     return jnp.pad(target, ((0, 0), (1, 0)), constant_values=bos_id)[:, :-1]
 
 

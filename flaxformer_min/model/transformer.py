@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from flaxformer_min.config import ModelConfig
+from flaxformer_min.model.attention import BOOLEANS, FLOATS, IDS, check
 from flaxformer_min.model.dropout import MaybeKey, dropout, split
 from flaxformer_min.model.layers import (
     DecoderLayer,
@@ -41,6 +43,10 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}: it must be at least 1")
+        if config.positions == "sinusoidal":
+            sinusoidal_positions(1, config.d_model)  # it refuses an odd d_model
         self.config = config
         layers = config.num_layers, config.num_decoder_layers or config.num_layers
         self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(layers[0])])
@@ -60,6 +66,7 @@ class Transformer(nnx.Module):
         self, source: Source, source_mask: SourceMask, *, key: MaybeKey = None, taps: Taps = None
     ) -> Memory:
         """Encodes source ids [B, S] as memory [B, S, D], the last encoder layer's output."""
+        check(source=(source, IDS, "B S"), source_mask=(source_mask, BOOLEANS, "#B 1 1 S"))
         table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
         x = self.embed(table, source, self.positions("source", source.shape[1])[None], taps)
         return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
@@ -75,6 +82,12 @@ class Transformer(nnx.Module):
         taps: Taps = None,
     ) -> States:
         """Returns decoder states [B, T, D] for shifted target ids [B, T] and memory [B, S, D]."""
+        check(
+            target_in=(target_in, IDS, "B T"),
+            memory=(memory, FLOATS, "B S D"),
+            target_mask=(target_mask, BOOLEANS, "#B 1 T T"),
+            source_mask=(source_mask, BOOLEANS, "#B 1 1 S"),
+        )
         positions = self.positions("target", target_in.shape[1])[None]
         x = self.embed(self.embedding, target_in, positions, taps)
         context = (memory, target_mask, source_mask)
@@ -114,7 +127,14 @@ class Transformer(nnx.Module):
     def embed(
         self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"], taps: Taps = None
     ) -> States:
-        """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`."""
+        """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`.
+
+        Ids that a NumPy array holds must be below V; on a device, others are clamped by XLA.
+        """
+        known = isinstance(ids, np.ndarray) and ids.size > 0
+        if known and not 0 <= ids.min() <= ids.max() < len(table[...]):
+            wrong = f"ids are from {ids.min()} to {ids.max()}"
+            raise ValueError(f"{wrong}: they must be from 0 to {len(table[...]) - 1}")
         scaled = table[...][ids] * self.config.d_model**0.5
         x = (scaled + positions).astype(self.dtype)
         note(taps, embedding=scaled, positions=positions, input=x)

@@ -220,4 +220,4 @@ def _sizes(result: str) -> list[int]:
 
 def _size(dtype: str, shape: str) -> int:
     bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
-    return math.prod(int(n) for n in shape.split(",") if n) * max(bits, 8) // 8
+    return math.prod(int(n) for n in shape.split(",") if n) * bits // 8
