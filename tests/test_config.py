@@ -519,6 +519,7 @@ def test_an_argument_chooses_a_variant(write) -> None:
         ("get_config = 3", "", "recipe.py has no function get_config()"),
         ("def get_config():\n    return 3", "", "get_config returns int, it must be Config"),
         ("def get_config():\n    return 3 / 0", "", "recipe.py:2: ZeroDivisionError: division"),
+        ("def get_config():\n    raise SystemExit(3)", "", "recipe.py:2: SystemExit: 3"),
         ("import no_such_module", "", "recipe.py:1: ModuleNotFoundError: No module named"),
         ("def get_config(:", "", "recipe.py:1: SyntaxError: invalid syntax"),
         (FILE.replace("vocab_size", "vocabulary"), "", "recipe.py:5: TypeError"),
