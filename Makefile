@@ -1,4 +1,4 @@
-# make demo   train the built-in task, average, evaluate, translate a few sentences
+# make demo   train the built-in task, average, evaluate, translate a few sentences, write the page
 # make check  lint, types, the tests that take a moment: what to run while you work
 # make test   lint, types, all tests
 # make reliability   runs killed, stopped, starved and damaged; a table (half an hour)
@@ -20,6 +20,7 @@ demo: .venv/installed
 	rm -rf $(RUN)/averaged
 	.venv/bin/flaxformer-min average $(RUN) --last 5 --output $(RUN)/averaged
 	.venv/bin/python -m benchmarks.demo_report $(RUN)/averaged
+	.venv/bin/flaxformer-min page $(RUN)/averaged --output $(RUN)/page.html
 
 lint: .venv/installed-dev
 	.venv/bin/ruff format --check .

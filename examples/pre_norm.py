@@ -27,7 +27,7 @@ MODEL = ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=4, d_k=16, d_v
 class PreNorm(Residual):
     """x + Dropout(Sublayer(LayerNorm(x))): the one line that differs."""
 
-    def __call__(self, x, sublayer, key):
+    def __call__(self, x, sublayer, key, taps=None):
         normed = layer_norm(x, self.scale[...], self.bias[...])
         return x + dropout(sublayer(normed), self.rate, key)
 

@@ -1,4 +1,4 @@
-"""The command line: train, plan, translate, score, evaluate, average, import, export.
+"""The command line: train, plan, translate, score, evaluate, average, import, export and showing.
 
 The exit status is 0 if all is done, 2 after a mistake of the user, 1 after any other error, and
 128 + N after a signal N, such as 143 after SIGTERM. An error that can be foreseen is printed in one
@@ -7,16 +7,18 @@ line; a traceback means a bug of this program. Each verb imports what it needs w
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import gc
 import importlib.util
+import inspect
 import io
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
 
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message is not None:
             with contextlib.suppress(OSError):  # the reader of standard error has gone
                 print(f"error: {message}", file=sys.stderr)
+            atexit.register(_say_no_more)
         return status
     finally:
         _drop_what_cannot_be_written()
@@ -93,7 +96,7 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         raise UserError("this system has no fcntl: run on Linux or macOS; on Windows within WSL")
     parser = _make_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.verb not in (train, plan):  # these two take config fields as flags
+    if rest and options.verb not in (train, plan, summary):  # these take config fields as flags
         meant = _meant(rest[0], options.flags) if rest[0].startswith("--") else ""
         raise UserError(f"unrecognized: {' '.join(rest)}{meant} (see {parser.prog} --help)")
     return options.verb(options, rest) or 0
@@ -120,6 +123,15 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _say_no_more() -> None:
+    """Sends what libraries still say at exit to the null device: the error is the last line.
+
+    A save or restore that failed leaves coroutines of Orbax that nobody awaits, for example.
+    """
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _drop_what_cannot_be_written() -> None:
@@ -277,6 +289,16 @@ def average(options: argparse.Namespace, _: list[str]) -> None:
     print(f"{options.output}: the average of steps {', '.join(map(str, steps))}", file=sys.stderr)
 
 
+def page(options: argparse.Namespace, _: list[str]) -> None:
+    """Writes one HTML file that runs a checkpoint in a browser, without network or server."""
+    from flaxformer_min.decoding.translator import Translator
+    from flaxformer_min.see.page import write_page
+
+    translator = Translator.load(options.dir, step=options.step)
+    size = write_page(translator, options.output, options.source)
+    print(f"{options.output}: {size / 1e6:.1f} MB; open it in a browser", file=sys.stderr)
+
+
 def import_(options: argparse.Namespace, _: list[str]) -> None:
     """Makes a checkpoint of a Marian model (OPUS-MT) or of exported safetensors."""
     from flaxformer_min.interop.marian import import_marian, import_safetensors
@@ -308,6 +330,76 @@ def export(options: argparse.Namespace, _: list[str]) -> None:
     exports = {"marian": export_marian, "ctranslate2": export_ctranslate2}
     for line in exports.get(options.format, export_safetensors)(loaded, output):
         print(f"note: {line}", file=sys.stderr)
+
+
+def trace(options: argparse.Namespace, _: list[str]) -> None:
+    """Follows one sentence through the model, from text to the likeliest next tokens."""
+    from flaxformer_min.decoding.translator import Translator
+    from flaxformer_min.see.record import to_json, write_npz
+    from flaxformer_min.see.trace import trace_sentence
+    from flaxformer_min.see.trace_text import to_text
+
+    translator = Translator.load(options.dir, step=options.step)
+    traced = trace_sentence(translator, options.sentence, options.target)
+    if options.npz is not None:
+        write_npz(options.npz, traced.arrays | traced.pieces)
+    _show([to_json(traced) if options.json else to_text(traced)])
+
+
+def summary(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Counts parameters, FLOPs and bytes of a config's model, or of a trained one."""
+    from flaxformer_min.see.summary import load_summary, to_text
+
+    _show(to_text(load_summary(options.model, overrides)))
+
+
+def neighbours(options: argparse.Namespace, _: list[str]) -> None:
+    """Prints the pieces nearest to each WORD in the embedding, by cosine, or to A - B + C."""
+    from flaxformer_min.checkpoints.load import load_for_inference
+    from flaxformer_min.see.embedding import neighbours as nearest
+
+    for found in nearest(load_for_inference(options.dir, options.step), options.words):
+        _show([found.title, *(f"{cosine:8.3f}  {piece}" for piece, cosine in found.nearest)])
+
+
+def encode(options: argparse.Namespace, _: list[str]) -> None:
+    """Writes the encoder's states of each line of standard input, or compares a word's vectors."""
+    from flaxformer_min.checkpoints.load import load_for_inference
+    from flaxformer_min.data.lines import decode_lines
+    from flaxformer_min.see import embedding
+    from flaxformer_min.see.record import write_npz
+
+    if options.output is None and options.word is None:
+        raise UserError("encode needs --output FILE.npz or --word WORD, or both")
+    loaded = load_for_inference(options.dir, options.step)
+    lines = list(decode_lines(sys.stdin.buffer, "standard input"))
+    if options.word is not None:
+        _show(embedding.compare(loaded, options.word, lines))
+    if options.output is not None:
+        encoded = embedding.encode(loaded, lines)
+        write_npz(options.output, embedding.arrays(encoded, pooled=options.pooled))
+
+
+def plot(options: argparse.Namespace, _: list[str]) -> None:
+    """Draws a figure: positions, masks, learning rates, curves of runs, or attention."""
+    from flaxformer_min.decoding.translator import Translator
+    from flaxformer_min.see import plot as figures
+    from flaxformer_min.see.trace import trace_sentence
+
+    draw, given = getattr(figures, options.figure), dict(vars(options))
+    if "sentence" in given:
+        translator = Translator.load(options.dir, step=options.step)
+        given["trace"] = trace_sentence(translator, options.sentence, options.target)
+    chosen = {name: given[name] for name in inspect.signature(draw).parameters}
+    figures.save(draw(**chosen), options.output)
+
+
+def _show(lines: Iterable[str]) -> None:
+    """Prints lines as this terminal can show them."""
+    from flaxformer_min.see.trace_text import printable
+
+    for line in lines:
+        print(printable(line, sys.stdout.encoding))
 
 
 def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
@@ -370,7 +462,11 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("dir", type=_path, metavar="DIR", help="a workdir")
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
     flag("--output", required=True, type=_path, help="the folder to write")
+    flag = _add_one_model(verb(page))
+    flag("--source", type=_path, metavar="FILE", help="lines to begin with; or the test split")
+    flag("--output", required=True, type=_path, metavar="FILE", help="the HTML file to write")
     _add_interop_flags(verb(import_), verb(export))
+    _add_verbs_that_show(verb)
     return parser
 
 
@@ -403,6 +499,65 @@ def _add_plan_flags(sub: _Parser) -> None:
         help="of each pair a line: its source and target tokens",
     )
     flag("--json", action="store_true", help="write JSON, not a table")
+
+
+def _add_verbs_that_show(verb: Callable[..., _Parser]) -> None:
+    flag = _add_one_model(verb(trace))
+    flag("sentence", type=_text, help="a sentence of the source language")
+    flag("--target", type=_text, help="its translation; the model's own, greedy, by default")
+    flag("--json", action="store_true", help="write JSON, not text")
+    flag("--npz", type=_path, metavar="FILE", help="write every array, by its path")
+    sub = verb(summary)
+    sub.epilog = "With FILE, every field of the config is a flag too: --model.d_ff 4096"
+    sub.add_argument(
+        "model", type=_path, metavar="CONFIG|DIR", help="FILE, FILE:VARIANT, or a trained model"
+    )
+    flag = _add_one_model(verb(neighbours))
+    flag("words", nargs="+", type=_text, metavar="WORD", help="or words joined by + and -")
+    flag = _add_one_model(verb(encode))
+    flag(
+        "--output",
+        type=_path,
+        metavar="FILE",
+        help=".npz: pieces, embedding and states of each line",
+    )
+    flag("--pooled", action="store_true", help="of --output: the mean of each line's states")
+    flag("--word", type=_text, help="print cosines of its vectors: alone, and in each line")
+    _add_figures(verb(plot))
+
+
+def _add_one_model(parser: _Parser) -> Callable[..., Any]:
+    """Adds the flags that choose one model; returns the function that adds further ones."""
+    parser.add_argument("dir", type=_path, metavar="DIR", help="a workdir, or one checkpoint")
+    parser.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
+    return parser.add_argument
+
+
+def _add_figures(parser: _Parser) -> None:
+    figures = parser.add_subparsers(required=True, metavar="FIGURE", dest="figure")
+
+    def figure(name: str, text: str) -> _Parser:
+        sub = figures.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.add_argument("--output", required=True, type=_image, help="FILE.png or FILE.svg")
+        return sub
+
+    figure("positions", "the first 64 dimensions of 50 sinusoidal positions")
+    figure("masks", "which keys a query may attend to: padding, causal, both")
+    flag = figure("schedule", "the paper's learning rate over steps").add_argument
+    flag("--warmups", type=_count, nargs="+", default=[4000], metavar="STEPS")
+    flag("--steps", type=_count, default=100_000)
+    flag("--d-model", type=_count, default=512, metavar="D")
+    sub = figure("curves", "loss and BLEU over the steps of runs")
+    sub.add_argument("workdirs", type=_path, nargs="+", metavar="WORKDIR")
+    weights = figure("attention", "the weights of one site by layer and head")
+    for sub in (weights, figure("alignment", "a sentence's pieces beside their translation's")):
+        flag = _add_one_model(sub)
+        flag("sentence", type=_text, help="a sentence of the source language")
+        flag("--target", type=_text, help="its translation; the model's own by default")
+    flag = weights.add_argument
+    flag("--site", choices=("encoder", "decoder", "cross"), default="cross")
+    flag("--layer", type=_count, help="one of them, from 1; all by default")
+    flag("--head", type=_count, help="one of them, from 1; all by default")
 
 
 def _add_distributed_flags(parser: _Parser) -> None:
@@ -482,6 +637,18 @@ def _path(text: str) -> str:
         return local_path(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _text(text: str) -> str:
+    if text.encode(errors="replace").decode() == text:
+        return text
+    raise argparse.ArgumentTypeError("the text is not UTF-8")
+
+
+def _image(text: str) -> str:
+    if text.endswith((".png", ".svg")):
+        return _path(text)
+    raise argparse.ArgumentTypeError(f"{text} ends in neither .png nor .svg")
 
 
 def _number(text: str) -> float:

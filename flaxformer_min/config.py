@@ -24,7 +24,7 @@ class Range(NamedTuple):
 T = TypeVar("T")
 
 Free = Annotated[T, "free"]  # a field, or a section, that may change when a run is resumed
-Count = Annotated[int, Range("at least 1", lambda n: n >= 1)]
+Count = Annotated[int, Range("from 1 to 2147483647", lambda n: 1 <= n < 2**31)]
 CountOrZero = Annotated[int, Range("at least 0", lambda n: n >= 0)]
 CountOrNone = Annotated[int | None, Range("at least 1, or None", lambda n: n is None or n >= 1)]
 Length = Annotated[int, Range("at least 2: one piece and EOS", lambda n: n >= 2)]

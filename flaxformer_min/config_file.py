@@ -152,14 +152,14 @@ def _users_code(path: Path) -> Generator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{path}{_line_of(error, path)}: {reason}") from error
     finally:
         sys.path.remove(str(path.parent))
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     """Returns `:LINE` of the deepest call inside the file, or nothing."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f":{error.lineno}"

@@ -34,9 +34,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What reads the finished run belongs to the tests that train one."""
+    """What reads the finished run belongs to the tests that train one; a browser takes seconds."""
     for item in items:
-        if "finished" in getattr(item, "fixturenames", ()):
+        if {"finished", "browser"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
 
 

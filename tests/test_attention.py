@@ -273,7 +273,7 @@ def test_dropout_acts_on_the_weights_that_are_read_and_not_on_those_returned():
     identity = jnp.broadcast_to(jnp.eye(43), (2, 3, 43, 43))  # the output is what was read
     mask = jnp.ones((1, 1, 1, 43), bool)
     drop = functools.partial(dropout, rate=0.3, key=jax.random.key(0))
-    read, weights = jax.jit(attend, static_argnums=4)(query, key, identity, mask, drop)
+    *_, weights, read = jax.jit(attend, static_argnums=4)(query, key, identity, mask, drop)
     np.testing.assert_array_equal(weights, weights_of(query, key, mask))
     kept = np.asarray(read) != 0
     np.testing.assert_allclose(kept.mean(), 0.7, atol=0.02)

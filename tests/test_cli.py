@@ -163,7 +163,10 @@ def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, st
     assert capsysbinary.readouterr().out.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("verb", ["", "train", "translate", "score", "evaluate", "average"])
+SEE = ["trace", "summary", "neighbours", "encode", "plot", "plot attention"]
+
+
+@pytest.mark.parametrize("verb", ["", "train", "translate", "score", "evaluate", "average", *SEE])
 def test_help_is_there_without_loading_anything(verb, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(*verb.split(), "--help")
@@ -438,6 +441,29 @@ def test_threads_that_come_back_to_a_closed_event_loop_say_nothing(monkeypatch):
     for event in events:
         cli.unraisable(event)
     assert said == events[1:]
+
+
+@pytest.mark.run
+def test_the_error_is_the_last_line_whatever_a_library_leaves_behind() -> None:
+    program = """
+import atexit, sys
+from flaxformer_min import cli
+from flaxformer_min.errors import UserError
+
+async def never_awaited():
+    pass
+
+def average(options, rest):
+    cli.left_behind = never_awaited()
+    raise UserError("mend it")
+
+atexit.register(print, "a library says goodbye", file=sys.stderr)
+cli.average = average
+sys.exit(cli.main(["average", "x", "--output", "y"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: mend it\n"
 
 
 def test_train_keeps_the_work_space_of_a_step_before_anything_runs(monkeypatch, tmp_path):

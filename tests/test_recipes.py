@@ -72,14 +72,17 @@ def formula(model: ModelConfig, vocab_size: int) -> int:
     """The number of parameters of the paper's model, section by section."""
     d, heads = model.d_model, model.num_heads
     attention = d * heads * (model.d_k + model.d_k + model.d_v) + heads * model.d_v * d  # 3.2.2
+    if model.biases:  # Marian's; the paper has none
+        attention += heads * (model.d_k + model.d_k + model.d_v) + d
     feed_forward = d * model.d_ff + model.d_ff + model.d_ff * d + d  # 3.3, with biases
     norm = 2 * d  # scale and bias
     encoder_layer = attention + feed_forward + 2 * norm
     decoder_layer = 2 * attention + feed_forward + 3 * norm
     tables = {"all": 1, "target": 2, "none": 3}[model.share_embeddings]  # 3.4
     learned = 2 * model.max_length * d if model.positions == "learned" else 0
-    layers = model.num_layers * (encoder_layer + decoder_layer)
-    return layers + tables * vocab_size * d + learned
+    decoder_layers = model.num_decoder_layers or model.num_layers
+    layers = model.num_layers * encoder_layer + decoder_layers * decoder_layer
+    return layers + (tables * d + model.biases) * vocab_size + learned
 
 
 def parameters(model: ModelConfig, vocab_size: int) -> int:

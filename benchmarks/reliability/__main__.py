@@ -16,9 +16,12 @@ from benchmarks.reliability.gradients import gradients
 from benchmarks.reliability.hostile import hostile
 from benchmarks.reliability.kills import kills
 from benchmarks.reliability.nonfinite import nonfinite
+from benchmarks.reliability.places import places
+from benchmarks.reliability.readers import readers
 from benchmarks.reliability.resume import resume
 from benchmarks.reliability.stops import stops
 from benchmarks.reliability.tally import Tally, table
+from benchmarks.reliability.unwritten import unwritten
 
 EXPERIMENTS = {
     experiment.__name__: experiment
@@ -32,6 +35,9 @@ EXPERIMENTS = {
         gradients,
         endurance,
         hostile,
+        places,
+        readers,
+        unwritten,
     )
 }
 

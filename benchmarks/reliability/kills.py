@@ -9,17 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.reliability.marked import MARKED
 from benchmarks.reliability.runs import Run, Start, config_of, reference, same_end, size, warm
 from benchmarks.reliability.tally import Tally
 from flaxformer_min.training.prepared_data import prepare_data
 
-LONG = {"preparing": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 20}
-SHORT = {"saving": 1}
-MOST = 150  # trials; a phase that they do not hit is not where we look for it
-# What comes before the phases that a start passes once.
-EARLIER = {"preparing": ("starting",), "compiling": ("starting", "preparing", "making the state")}
-# Seconds within which a kill follows the first sign of a phase.
-WIDTH = {"preparing": 0.05, "compiling": 3.0, "evaluating": 0.2, "saving": 0.06}
+# How many kills have to hit each phase of marked.py; "any" is a random moment.
+LONG = {"preparing": 5, "restoring": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 15}
+SHORT = {"preparing": 1, "restoring": 1, "compiling": 1, "evaluating": 1, "saving": 1}
+MOST = 150  # trials; if they do not hit a phase, the experiment has failed
+# Seconds within which a kill follows the beginning of a phase.
+WIDTH = {
+    **{"preparing": 0.2, "restoring": 0.05, "compiling": 1.0},
+    **{"evaluating": 0.1, "saving": 0.05, "any": 0.05},
+}
 
 
 def kills(folder: Path, short: bool, seed: int) -> Tally:
@@ -49,13 +52,14 @@ def _start_and_kill(run: Run, wanted: Counter[str], tally: Tally, draw: random.R
     """Whether the run goes on; counts the kill by the phase that it really hit."""
     before = run.newest
     target = _target(wanted, not before, draw) if tally.tried < MOST else None
-    start = run.start(cold=target == "compiling")
+    start = run.start(MARKED, cold=target == "compiling")
     killed = target is not None and _wait(start, target, draw)
     if killed:
         start.kill()
     else:
         start.wait()
-    hit = start.phase() if killed else "end"
+    phases = start.phases()
+    hit = target if target in phases else min(phases, default="between phases")
     problems = run.damaged()
     resumed = re.search(r"resuming from step (\d+)", start.output())
     if run.newest < before:
@@ -73,11 +77,16 @@ def _start_and_kill(run: Run, wanted: Counter[str], tally: Tally, draw: random.R
 
 
 def _target(wanted: Counter[str], fresh: bool, draw: random.Random) -> str | None:
-    """The phase to hit next; None if all were."""
+    """The phase to hit next; None if all were.
+
+    Only a fresh run prepares anything, and only one that has a checkpoint restores it.
+    """
     left = +wanted
     if fresh and left["preparing"]:
         return "preparing"
-    del left["preparing"]
+    if fresh and set(left) == {"restoring"}:
+        return "saving"
+    del left["restoring" if fresh else "preparing"]
     return draw.choice(sorted(left.elements())) if left else None
 
 
@@ -92,16 +101,10 @@ def _wait(start: Start, target: str, draw: random.Random) -> bool:
         goal = draw.randint(start.begun, far)
         if not start.wait_for_step(goal):
             return False
-    if target != "any" and not start.wait_until(lambda: _reached(start, target)):
+    if target != "any" and not start.wait_for(target):
         return False
-    time.sleep(draw.uniform(0, WIDTH.get(target, 0.05)))
+    time.sleep(draw.uniform(0, WIDTH[target]))
     return start.process.poll() is None
-
-
-def _reached(start: Start, target: str) -> bool:
-    """Whether a phase is there, or over: it passes quicker than we may look."""
-    earlier, phase = EARLIER.get(target), start.phase()
-    return phase not in earlier if earlier else phase == target
 
 
 def _once_an_epoch(folder: Path, run: Run) -> list[str]:
@@ -131,8 +134,9 @@ def _cut_programs(folder: Path, run: Run, draw: random.Random) -> list[str]:
     """A kill may leave half a compiled program in the cache: it must do no harm."""
     cut = Run(folder / "cut", folder, run.size)
     shutil.copytree(run.workdir, cut.workdir)
+    shutil.copytree(run.compiled, cut.compiled)
     shutil.rmtree(cut.newest_folder)
-    for path in (cut.workdir / "compiled").iterdir():
+    for path in cut.compiled.iterdir():
         path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
     start = cut.finish()
     problems = same_end(cut, run)

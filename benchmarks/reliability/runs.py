@@ -109,16 +109,27 @@ class Run:
     ) -> "Start":
         """Gives the command; `cold` makes it compile everything anew."""
         self.starts += 1
-        if cold:
-            shutil.rmtree(self.workdir / "compiled", ignore_errors=True)
-        programs = {"JAX_COMPILATION_CACHE_DIR": str(self.workdir / "compiled")}
-        environ = environment(self.size.devices, **programs | variables)
-        return Start(self, [sys.executable, *program, *self._arguments], cold, environ)
+        for folder in [self.marks, self.compiled] if cold else [self.marks]:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.marks.mkdir()
+        own = {"JAX_COMPILATION_CACHE_DIR": str(self.compiled), "MARKS": str(self.marks)}
+        environ = environment(self.size.devices, **own | variables)
+        return Start(self, [sys.executable, *program, *self._arguments], environ)
 
     def finish(self, **options: Any) -> "Start":
         start = self.start(**options)
         start.wait()
         return start
+
+    @property
+    def marks(self) -> Path:
+        """Where marked.py says in which phase it is."""
+        return self.folder / f"{self.workdir.name}.marks"
+
+    @property
+    def compiled(self) -> Path:
+        """Where this run's programs are kept; the disk of the workdir may be full."""
+        return self.folder / f"{self.workdir.name}.compiled"
 
     @property
     def checkpoints(self) -> Path:
@@ -175,17 +186,8 @@ class Run:
 class Start:
     """One process of a run."""
 
-    WATCHED = "config.json", "corpus.json", "metrics.jsonl"
-
-    def __init__(
-        self,
-        run: Run,
-        command: list[str],
-        cold: bool,
-        env: dict[str, str],
-    ) -> None:
-        self.run, self.cold, self.begun = run, cold, run.newest
-        self._config, self._corpus, self._log = map(self._stamp, self.WATCHED)
+    def __init__(self, run: Run, command: list[str], env: dict[str, str]) -> None:
+        self.run, self.begun, self._log = run, run.newest, _log_of(run)
         # Not beside the workdir, which may be on a disk that is full.
         self._output = run.folder / f"{run.workdir.name}.{run.starts}.txt"
         with self._output.open("w") as output:
@@ -212,26 +214,13 @@ class Start:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def phase(self) -> str:
-        """Where the program is, by the traces it leaves; also where one was when it was killed."""
-        if self._stamp("corpus.json") == self._corpus:
-            fresh = not self.begun and self._stamp("config.json") != self._config
-            return "preparing" if fresh else "starting"
-        if not self.logs():
-            return "making the state"
-        last = self.run.last_step()
-        if last <= self.begun:
-            return "compiling" if self.cold else "loading programs"
-        if self.run.unfinished():
-            return "saving"
-        due = last % self.run.size.evaluate_every == 0
-        if due and not any("bleu" in line for line in self.run.log(4096) if line["step"] == last):
-            return "evaluating"
-        return "stepping"
+    def phases(self) -> set[str]:
+        """The phases that marked.py is in, or was in when it was killed."""
+        return {path.stem for path in self.run.marks.iterdir()}
 
     def logs(self) -> bool:
         """Whether it has taken over the log: what an earlier process wrote too much is gone."""
-        return self._stamp("metrics.jsonl") != self._log
+        return _log_of(self.run) != self._log
 
     def wait_for_step(self, step: int) -> bool:
         """Whether the step was taken or loaded; False if the process ended first."""
@@ -239,7 +228,7 @@ class Start:
 
     def wait_for(self, phase: str) -> bool:
         """Whether the phase was reached; False if the process ended first."""
-        return self.wait_until(lambda: self.phase() == phase)
+        return self.wait_until(lambda: phase in self.phases())
 
     def wait_until(self, holds: Callable[[], bool]) -> bool:
         end = time.monotonic() + LONGEST_START
@@ -262,13 +251,11 @@ class Start:
                 found.append(path.parent.name)
         return found
 
-    def _stamp(self, name: str) -> tuple[int, int] | None:
-        """Changes when the file is replaced; every start replaces those that are watched."""
-        try:
-            found = (self.run.workdir / name).stat()
-        except FileNotFoundError:
-            return None
-        return found.st_ino, found.st_ctime_ns if name != "metrics.jsonl" else 0
+
+def _log_of(run: Run) -> int | None:
+    """A number that changes when a start takes over the log, which makes a new file of it."""
+    path = run.workdir / "metrics.jsonl"
+    return path.stat().st_ino if path.exists() else None
 
 
 def programs(folder: Path) -> Path:
@@ -287,7 +274,7 @@ def reference(folder: Path, size: Size) -> Run:
 
 def warm(run: Run, folder: Path) -> Run:
     """The run, with the compiled programs of the reference where it looks for its own."""
-    shutil.copytree(programs(folder), run.workdir / "compiled")
+    shutil.copytree(programs(folder), run.compiled)
     return run
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from benchmarks.reliability.marked import MARKED
 from benchmarks.reliability.runs import Run, Start, reference, same_end, size, warm
 from benchmarks.reliability.tally import Tally
 
@@ -48,7 +49,7 @@ def _stop(run: Run, phase: str, draw: random.Random) -> tuple[list[str], float]:
         sent, *later = marks.read_text().split() if marks.exists() else ["0"]
         problems = [] if phase in later else [f"not sent in {phase}, but after {later}"]
         return problems + _saved(start), ended - float(sent)
-    start = run.start(cold=phase == "compile")
+    start = run.start(MARKED, cold=phase == "compile")
     _wait(start, phase, draw)
     sent = time.time()
     if phase == "group":

@@ -12,7 +12,7 @@ from benchmarks.reliability.runs import tree_hash
 from benchmarks.reliability.tally import Tally
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = 9
+EXPERIMENTS = 12
 
 
 @pytest.mark.run

@@ -4,7 +4,7 @@ Letters: B batch, H heads, T queries, S keys, K width of a query and a key, U wi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,15 @@ FLOATS, IDS, BOOLEANS = jnp.floating, jnp.integer, jnp.bool_
 _MEANT = {FLOATS: "floating", IDS: "integer token ids", BOOLEANS: "boolean, True = may attend"}
 
 
+class Attended(NamedTuple):
+    """Attention step by step: S = Q K^T, S / sqrt(d_k), the weights and the output."""
+
+    scores: Weights
+    scaled_scores: Weights  # not masked: a masked key has a score, and weight 0
+    weights: Weights  # before dropout
+    context: Context  # the output, softmax(...) V
+
+
 def scaled_dot_product_attention(
     query: Query, key: Keys, value: Values, mask: Mask, *, return_weights: bool = False
 ) -> Context | tuple[Context, Weights]:
@@ -35,7 +44,7 @@ def scaled_dot_product_attention(
     A mask that is not boolean, or inputs that are not floating, are a TypeError; shapes that do not
     fit are a ValueError.
     """
-    output, weights = attend(query, key, value, mask)
+    *_, weights, output = attend(query, key, value, mask)
     return (output, weights) if return_weights else output
 
 
@@ -45,8 +54,8 @@ def attend(
     value: Values,
     mask: Mask,
     drop: Callable[[Weights], Weights] | None = None,
-) -> tuple[Context, Weights]:
-    """Returns the output of `scaled_dot_product_attention` and the weights [B, H, T, S].
+) -> Attended:
+    """Does what `scaled_dot_product_attention` does and returns what it computed on the way.
 
     In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
     whereas the weights that are returned are those before dropout.
@@ -56,10 +65,11 @@ def attend(
     scores = jnp.einsum(
         "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
     )
-    weights = masked_softmax(scores / query.shape[-1] ** 0.5, mask)
+    scaled = scores / query.shape[-1] ** 0.5
+    weights = masked_softmax(scaled, mask)
     kept = weights if drop is None else drop(weights)
     output = jnp.einsum("BHTS,BHSU->BHTU", kept.astype(value.dtype), value, precision="highest")
-    return output, weights
+    return Attended(scores, scaled, weights, output)
 
 
 def masked_softmax(scores: Weights, mask: Mask) -> Weights:

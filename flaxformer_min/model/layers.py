@@ -68,10 +68,18 @@ class Residual(nnx.Module):
         self.scale = nnx.Param(jnp.ones(config.d_model))
         self.bias = nnx.Param(jnp.zeros(config.d_model))
 
-    def __call__(self, x: States, sublayer: Callable[[States], States], key: MaybeKey) -> States:
-        """Applies `sublayer`, a function from [B, T, D] to [B, T, D], and all that surrounds it."""
-        x = x + dropout(sublayer(x), self.rate, key)
-        return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
+    def __call__(
+        self, x: States, sublayer: Callable[[States], States], key: MaybeKey, taps: Taps = None
+    ) -> States:
+        """Applies `sublayer`, a function from [B, T, D] to [B, T, D], and all that surrounds it.
+
+        `taps` get the sublayer's output, the residual sum and its norm, each [B, T, D].
+        """
+        output = sublayer(x)
+        total = x + dropout(output, self.rate, key)
+        normed = layer_norm(total, self.scale[...], self.bias[...], self.epsilon)
+        note(taps, output=output, sum=total, norm=normed)
+        return normed
 
 
 class MultiHeadAttention(nnx.Module):
@@ -105,16 +113,16 @@ class MultiHeadAttention(nnx.Module):
     ) -> States:
         """Lets each position of x [B, T, D] attend to S keys and returns [B, T, D].
 
-        `taps` get the weights [B, H, T, S]. With `config.attention` "cudnn", training uses the
-        fused kernel, which has no weights to show.
+        `taps` get query, keys and values, and the fields of `Attended`. With `config.attention`
+        "cudnn", training uses the fused kernel, which has no weights to show.
         """
         query = self.queries(x)
         if self.cudnn and key is not None:  # in training only: evaluation must run on any machine
             return self.merge(cudnn_attention(query, *keys_values, mask))
         drop = functools.partial(dropout, rate=self.rate, key=key)
-        context, weights = attend(query, *keys_values, mask, drop)
-        note(taps, "weights", weights)
-        return self.merge(context)
+        attended = attend(query, *keys_values, mask, drop)
+        note(taps, query=query, **keys_values._asdict(), **attended._asdict())
+        return self.merge(attended.context)
 
     def heads(self, x: States, kernel: nnx.Param, bias: nnx.Param | None) -> Float[Array, "..."]:
         """Projects x and splits it into heads: [B, T, D] -> [B, H, T, K], or U for values."""
@@ -150,9 +158,13 @@ class FeedForward(nnx.Module):
         self.up, self.up_bias = xavier(rngs, config.d_model, config.d_ff), zeros(config.d_ff)
         self.down, self.down_bias = xavier(rngs, config.d_ff, config.d_model), zeros(config.d_model)
 
-    def __call__(self, x: States, key: MaybeKey = None) -> States:
-        """Applies the network to each position by itself: [B, T, D] -> [B, T, D]."""
+    def __call__(self, x: States, key: MaybeKey = None, taps: Taps = None) -> States:
+        """Applies the network to each position by itself: [B, T, D] -> [B, T, D].
+
+        `taps` get the output of the activation as "hidden", [B, T, F].
+        """
         hidden = self.activation(_affine(x, self.up, self.up_bias))
+        note(taps, hidden=hidden)
         return _affine(dropout(hidden, self.rate, key), self.down, self.down_bias)
 
 
@@ -173,14 +185,14 @@ class EncoderLayer(nnx.Module):
 
     def __call__(self, x: Memory, mask: Mask, key: MaybeKey = None, taps: Taps = None) -> Memory:
         """Applies the layer: x [B, S, D] -> [B, S, D]."""
-        keys, attention = split(key, 4), self.self_attention
+        keys, attention, feed_forward = split(key, 4), self.self_attention, self.feed_forward
+        seen, fed = inside(taps, "self_attention"), inside(taps, "feed_forward")
 
         def attend_to_itself(x: States) -> States:
-            seen = inside(taps, "self_attention")
             return attention(x, attention.keys_values(x), mask, keys[0], seen)
 
-        x = self.self_attention_residual(x, attend_to_itself, keys[1])
-        return self.feed_forward_residual(x, lambda x: self.feed_forward(x, keys[2]), keys[3])
+        x = self.self_attention_residual(x, attend_to_itself, keys[1], seen)
+        return self.feed_forward_residual(x, lambda x: feed_forward(x, keys[2], fed), keys[3], fed)
 
 
 class DecoderLayer(nnx.Module):
@@ -233,12 +245,13 @@ class DecoderLayer(nnx.Module):
         `memory_keys_values` are those of the encoder's output, for the second sublayer.
         """
         first_key, rest_key = split(key, 2)
-        keys = [*split(first_key, 2), *split(rest_key, 4)]
+        keys, feed_forward = [*split(first_key, 2), *split(rest_key, 4)], self.feed_forward
+        seen, fed = inside(taps, "cross_attention"), inside(taps, "feed_forward")
+        itself = inside(taps, "self_attention")
 
         def attend_to_memory(x: States) -> States:
-            seen = inside(taps, "cross_attention")
             return self.cross_attention(x, memory_keys_values, source_mask, keys[2], seen)
 
-        x = self.self_attention_residual(x, lambda x: attend_to_itself(x, keys[0]), keys[1])
-        x = self.cross_attention_residual(x, attend_to_memory, keys[3])
-        return self.feed_forward_residual(x, lambda x: self.feed_forward(x, keys[4]), keys[5])
+        x = self.self_attention_residual(x, lambda x: attend_to_itself(x, keys[0]), keys[1], itself)
+        x = self.cross_attention_residual(x, attend_to_memory, keys[3], seen)
+        return self.feed_forward_residual(x, lambda x: feed_forward(x, keys[4], fed), keys[5], fed)

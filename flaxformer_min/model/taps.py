@@ -16,7 +16,7 @@ def inside(taps: Taps, name: str) -> Taps:
     return None if taps is None else taps.setdefault(name, {})
 
 
-def note(taps: Taps, name: str, value: Any) -> None:
-    """Stores a value under this name, unless `taps` is None."""
+def note(taps: Taps, **values: Any) -> None:
+    """Stores each value under its name, unless `taps` is None."""
     if taps is not None:
-        taps[name] = value
+        taps.update(values)

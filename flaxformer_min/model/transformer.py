@@ -26,7 +26,7 @@ from flaxformer_min.model.layers import (
 )
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.positions import sinusoidal_positions
-from flaxformer_min.model.taps import Taps
+from flaxformer_min.model.taps import Taps, note
 
 Source = Int[Array, "B S"]  # token ids
 Target = Int[Array, "B T"]
@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
         """Encodes source ids [B, S] as memory [B, S, D], the last encoder layer's output."""
         check(source=(source, IDS, "B S"), source_mask=(source_mask, BOOLEANS, "#B 1 1 S"))
         table = self.embedding if self.config.share_embeddings == "all" else self.source_embedding
-        x = self.embed(table, source, self.positions("source", source.shape[1])[None])
+        x = self.embed(table, source, self.positions("source", source.shape[1])[None], taps)
         return run_layers(self.encoder, x, (source_mask,), self.config, key, taps)
 
     def decode_states(
@@ -89,7 +89,7 @@ class Transformer(nnx.Module):
             source_mask=(source_mask, BOOLEANS, "#B 1 1 S"),
         )
         positions = self.positions("target", target_in.shape[1])[None]
-        x = self.embed(self.embedding, target_in, positions)
+        x = self.embed(self.embedding, target_in, positions, taps)
         context = (memory, target_mask, source_mask)
         return run_layers(self.decoder, x, context, self.config, key, taps)
 
@@ -124,16 +124,21 @@ class Transformer(nnx.Module):
         table = self.source_positions if side == "source" else self.target_positions
         return table[...][:length]
 
-    def embed(self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"]) -> States:
+    def embed(
+        self, table: nnx.Param, ids: Target, positions: Float[Array, "#B #T D"], taps: Taps = None
+    ) -> States:
         """Embeds ids [B, T] as [B, T, D]: rows of `table` times sqrt(D), plus `positions`.
 
         Ids that a NumPy array holds must be below V; on a device, others are clamped by XLA.
         """
-        if isinstance(ids, np.ndarray) and not (0 <= ids.min() <= ids.max() < len(table[...])):
+        known = isinstance(ids, np.ndarray) and ids.size > 0
+        if known and not 0 <= ids.min() <= ids.max() < len(table[...]):
             wrong = f"ids are from {ids.min()} to {ids.max()}"
             raise ValueError(f"{wrong}: they must be from 0 to {len(table[...]) - 1}")
         scaled = table[...][ids] * self.config.d_model**0.5
-        return (scaled + positions).astype(self.dtype)
+        x = (scaled + positions).astype(self.dtype)
+        note(taps, embedding=scaled, positions=positions, input=x)
+        return x
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -177,8 +182,7 @@ def run_layers(
         x, seen = jax.lax.scan(one, x, _stacked(parts))
     else:
         x, seen = _unrolled(one, x, parts)
-    if taps is not None and seen is not None:
-        taps.update(seen)
+    note(taps, **(seen or {}), states=x)
     return x
 
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from flaxformer_min.config import Config, DataConfig, ModelConfig
+from flaxformer_min.config import Config, DataConfig
 from flaxformer_min.data.batch import Bucket
 from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID
@@ -27,6 +27,7 @@ from flaxformer_min.errors import UserError, first_line
 from flaxformer_min.model.build import count_parameters, split_model
 from flaxformer_min.planning import hlo
 from flaxformer_min.planning.chips import Chip, topology_devices
+from flaxformer_min.planning.flops import step_flops
 from flaxformer_min.planning.report import MEMORY_KINDS, Plan, ShapePlan
 from flaxformer_min.training.sharding import check_mesh, make_mesh
 from flaxformer_min.training.state import TrainState
@@ -160,31 +161,6 @@ def _bytes(tree: Any) -> int:
     """Returns the bytes of one device's share of a tree of abstract arrays with shardings."""
     shares = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shares)
-
-
-def step_flops(model: ModelConfig, vocab_size: int, bucket: Bucket) -> int:
-    """Returns the FLOPs of the matrix products of one step on all devices, by formula.
-
-    Padding and masked scores are included. The backward pass costs twice the forward pass.
-    Rematerialisation repeats some products; the repetitions do not count, so that utilisation is
-    comparable with and without it.
-    """
-    rows, source, target = bucket
-    d, heads = model.d_model, model.num_heads
-
-    def attention(queries: int, keys: int) -> int:
-        widths = heads * (model.d_k + model.d_v)
-        # Projections of queries and outputs, of keys and values, then scores and weighted sums.
-        return queries * d * widths + keys * d * widths + queries * keys * widths
-
-    def feed_forward(positions: int) -> int:
-        return 2 * positions * d * model.d_ff
-
-    encoder = attention(source, source) + feed_forward(source)
-    decoder = attention(target, target) + attention(target, source) + feed_forward(target)
-    layers = encoder * model.num_layers + decoder * (model.num_decoder_layers or model.num_layers)
-    products = layers + target * d * vocab_size
-    return 3 * 2 * rows * products
 
 
 def _advice(config: Config, devices: Any, chip: Chip, bucket: Bucket) -> str:
