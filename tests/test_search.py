@@ -491,3 +491,8 @@ def test_top_k_is_that_of_jax_ties_included(size):
         for count in {1, min(6, size)}:
             found, expected = top_k(values, count), jax.lax.top_k(values, count)
             assert_same_bits(tuple(found), tuple(expected))
+
+
+def test_of_equal_values_the_first_comes_first_also_from_a_chunk_with_a_smaller_maximum():
+    values = jnp.full((1, 256), -1.0).at[0, jnp.array([3, 130, 140])].set(jnp.array([5.0, 9, 5]))
+    assert top_k(values, 3)[1].tolist() == [[130, 3, 140]]
