@@ -390,7 +390,8 @@ def plot(options: argparse.Namespace, _: list[str]) -> None:
     if "sentence" in given:
         translator = Translator.load(options.dir, step=options.step)
         given["trace"] = trace_sentence(translator, options.sentence, options.target)
-    chosen = {name: given[name] for name in inspect.signature(draw).parameters}
+    names = inspect.signature(draw).parameters
+    chosen = {name: value for name, value in given.items() if name in names}
     figures.save(draw(**chosen), options.output)
 
 

@@ -50,8 +50,8 @@ CLOSED = {
 }
 # Who alone may import a file or a room; the room itself may.
 IMPORTERS = {"cli": "__main__", "interop": "cli", "see": "cli"}
-# Code lines. The aims are 500, 5,000, 600 and 600. Those for everything and for see were missed, by the
-# checks of every door above all (LOG.md); these ceilings only come down.
+# Code lines. The aims are 500, 5,000, 600 and 600; three were missed, everything by the checks of
+# every door above all (LOG.md). These ceilings only come down.
 LARGEST = {"model, without the cache": 508, "everything but interop and see": 6827}
 LARGEST |= {"interop": 600, "see": 787}
 
