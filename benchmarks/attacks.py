@@ -64,13 +64,19 @@ FLAGS = {
             *("--sample --top-p 1.5", "--no-repeat-ngram-size -1", "--seed -1", "--top-k 5"),
             *("--max-length-offset -1", "--step 007", "--step -1", "--sample --beam-size 3"),
             *("--attention x.txt", "--attention /nonexistent/x.npz", "--prefix /dev/null"),
-            *("--errors maybe", "--beam-size 2 --beam-size 3", "--interactive=yes", "--beam"),
+            *(
+                "--min-length 900",
+                "--errors maybe",
+                "--beam-size 2 --beam-size 3",
+                "--interactive=yes",
+                "--beam",
+            ),
         ),
         USERS,
     ),
     **dict.fromkeys(
         (
-            *("--sample --temperature 1e-9", "--sample --temperature 1e9", "--min-length 900"),
+            *("--sample --temperature 1e-9", "--sample --temperature 1e9"),
             *("--length-penalty-alpha -5", "--max-length-offset 100000", "--sample --top-k 99999"),
             *("--step best", "--beam-size 100", "--no-repeat-ngram-size 1"),
         ),

@@ -17,6 +17,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from flaxformer_min.errors import UserError, first_line, is_out_of_memory, local
 from flaxformer_min.system.sealed import CheckpointError
 
 LESS_SEARCH = "lower --beam-size or --max-length-offset, or split longer lines"
+DIGITS = 19  # a number of so many digits is a mistake
 
 
 class _Once(argparse.Action):
@@ -48,6 +50,8 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
         self.register("action", None, _Once)
+        # Until Python 3.14 argparse takes -5e-1 for a flag.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
@@ -628,9 +632,9 @@ class _TrainHelp(argparse.Action):
 def _step(text: str) -> int | Literal["best"]:
     if text == "best":
         return "best"
-    if text.isdecimal():
+    if text.isdecimal() and len(text) < DIGITS:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a step number nor 'best'")
+    raise argparse.ArgumentTypeError(f"{text!r:.80} is neither a step number nor 'best'")
 
 
 def _path(text: str) -> str:
@@ -653,18 +657,19 @@ def _image(text: str) -> str:
 
 
 def _number(text: str) -> float:
-    if math.isfinite(number := float(text)):
-        return number
-    raise argparse.ArgumentTypeError(f"{text} is not finite")
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r:.80} is no finite number")
 
 
 def _whole(text: str) -> int:
-    if text.isdecimal():
+    if text.isdecimal() and len(text) < DIGITS:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number")
 
 
 def _count(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+    if (number := _whole(text)) > 0:
+        return number
     raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")

@@ -7,7 +7,6 @@ it, is its help: `train --config FILE --help` prints it.
 """
 
 import dataclasses
-import math
 import operator
 import typing
 from collections.abc import Callable, Iterator
@@ -24,18 +23,29 @@ class Range(NamedTuple):
 T = TypeVar("T")
 
 Free = Annotated[T, "free"]  # a field, or a section, that may change when a run is resumed
-Count = Annotated[int, Range("from 1 to 2147483647", lambda n: 1 <= n < 2**31)]
-CountOrZero = Annotated[int, Range("at least 0", lambda n: n >= 0)]
-CountOrNone = Annotated[int | None, Range("at least 1, or None", lambda n: n is None or n >= 1)]
-Length = Annotated[int, Range("at least 2: one piece and EOS", lambda n: n >= 2)]
+# Whole numbers are counted in 32 bits by JAX. Numbers that are divided by are 0 or infinite in
+# float32 beyond the bounds of Positive, and what is below 1 must be so in float32.
+Count = Annotated[int, Range("at least 1 and below 2^31", lambda n: 1 <= n < 2**31)]
+CountOrZero = Annotated[int, Range("at least 0 and below 2^31", lambda n: 0 <= n < 2**31)]
+CountOrNone = Annotated[
+    int | None, Range("at least 1 and below 2^31, or None", lambda n: n is None or 1 <= n < 2**31)
+]
+Layers = Annotated[int, Range("at least 1 and at most 1000", lambda n: 1 <= n <= 1000)]
+LayersOrNone = Annotated[
+    int | None, Range("at least 1 and at most 1000, or None", lambda n: n is None or 1 <= n <= 1000)
+]
+Length = Annotated[
+    int, Range("at least 2 (one piece and EOS) and below 2^31", lambda n: 2 <= n < 2**31)
+]
 Axis = Annotated[int, Range("at least 1, or -1 for the rest", lambda n: n >= 1 or n == -1)]
 Seed = Annotated[int, Range("from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
-Rate = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
+Rate = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x <= 1 - 2**-24)]
 Share = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
-Finite = Annotated[float, Range("finite", math.isfinite)]
-Positive = Annotated[float, Range("above 0", lambda x: 0 < x < math.inf)]
+Exponent = Annotated[float, Range("from -10 to 10", lambda x: -10 <= x <= 10)]
+Positive = Annotated[float, Range("above 0 (1e-30 to 1e30)", lambda x: 1e-30 <= x <= 1e30)]
 PositiveOrNone = Annotated[
-    float | None, Range("above 0, or None", lambda x: x is None or 0 < x < math.inf)
+    float | None,
+    Range("above 0 (1e-30 to 1e30), or None", lambda x: x is None or 1e-30 <= x <= 1e30),
 ]
 Language = Annotated[str, Range("a language such as 'en'", bool)]
 Names = Annotated[tuple[str, ...], Range("given", bool)]
@@ -45,8 +55,8 @@ Names = Annotated[tuple[str, ...], Range("given", bool)]
 class ModelConfig:
     """The network (paper, section 3). The defaults are the paper's base model."""
 
-    num_layers: Count = 6  # N, in each of the two stacks
-    num_decoder_layers: CountOrNone = None  # in the decoder; None: as many as in the encoder
+    num_layers: Layers = 6  # N, in each of the two stacks
+    num_decoder_layers: LayersOrNone = None  # in the decoder; None: as many as in the encoder
     d_model: Count = 512  # D, width of what goes from layer to layer
     d_ff: Count = 2048  # F, width inside the feed-forward network
     num_heads: Count = 8  # H, in every attention
@@ -61,7 +71,7 @@ class ModelConfig:
     # Biases of attention's four projections and of the logits; the paper has none, Marian has all.
     biases: bool = False
     layer_norm_epsilon: Positive = 1e-6  # the paper gives none; this is tensor2tensor's
-    max_length: int = 1024  # the longest sequence the model takes, in tokens with EOS
+    max_length: Length = 1024  # the longest sequence the model takes, in tokens with EOS
     # Tables that are one matrix: all three (section 3.4), the target embedding and the output
     # projection, or none.
     share_embeddings: Literal["all", "target", "none"] = "all"
@@ -97,7 +107,7 @@ class DataConfig:
     # replaces them.
     errors: Free[Literal["strict", "replace"]] = "strict"
     tokenizer: Free[str | None] = None  # an existing SentencePiece model; None trains one
-    vocab_size: int  # pieces of the tokenizer to be trained; an existing one must have as many
+    vocab_size: Count  # pieces of the tokenizer to be trained; an existing one must have as many
     character_coverage: Share = 1.0  # share of the characters that get a piece of their own
     byte_fallback: bool = True  # unknown characters survive as bytes
     max_length: Length = 256  # training pairs with a longer side are dropped; tokens with EOS
@@ -146,7 +156,7 @@ class DecodeConfig:
     """Search (section 6.1) and the tokens that BLEU counts."""
 
     beam_size: Count = 4  # 1 is greedy search
-    length_penalty_alpha: Finite = 0.6  # log-probabilities are divided by ((5 + n) / 6)^alpha
+    length_penalty_alpha: Exponent = 0.6  # log-probabilities are divided by ((5 + n) / 6)^alpha
     max_length_offset: CountOrZero = 50  # tokens that an output may have more than its source
     # A tokenisation of sacreBLEU; auto is its own for data.target_language, none is for text that
     # is tokenised already.

@@ -129,6 +129,8 @@ def _split_spec(spec: str) -> tuple[Path, str]:
         name, _, argument = spec.rpartition(":")
     if not Path(name).is_file():
         raise UserError(f"{name}: there is no such config file")
+    if not name.endswith(".py"):
+        raise UserError(f"{name}: a config is a Python file with get_config(); see configs/")
     return Path(name), argument
 
 
@@ -147,16 +149,17 @@ def _check_argument(path: Path, argument: str, get_config: Callable, variants: d
 @contextlib.contextmanager
 def _users_code(path: Path) -> Generator[None]:
     """A context in which modules beside the file can be imported and every error is a UserError."""
+    before = sys.path.copy()
     sys.path.insert(0, str(path.parent))
     try:
         yield
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also exit(0), which would end a start as if all were done
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{path}{_line_of(error, path)}: {reason}") from error
     finally:
-        sys.path.remove(str(path.parent))
+        sys.path[:] = before
 
 
 def _line_of(error: BaseException, path: Path) -> str:

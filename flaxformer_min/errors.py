@@ -33,7 +33,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def local_path(text: str) -> str:
     """Returns a path that the user gave, with the home folder in place of `~`.
 
-    Raises ValueError if it is empty, a URL, or begins with `~` and the name of nobody.
+    Raises ValueError if it is empty, a URL, longer than the system's names can be, or begins with
+    `~` and the name of nobody.
     """
     if not text:
         raise ValueError("it is empty; give a path")
@@ -44,6 +45,8 @@ def local_path(text: str) -> str:
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError(f"{text}: there is no such user; a file of that name is ./{text}")
+    if "\0" in path or max(map(len, os.fsencode(path).split(b"/"))) > 255 or len(path) > 4000:
+        raise ValueError(f"{path!r:.80} cannot be the name of a file; give a shorter path")
     return path
 
 

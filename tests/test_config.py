@@ -233,8 +233,8 @@ def test_a_wrong_value_in_any_record_is_named(change: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("model.num_layers", 0, "from 1 to 2147483647"),
-        ("model.d_v", -1, "from 1 to 2147483647"),
+        ("model.num_layers", 0, "at least 1"),
+        ("model.d_v", -1, "at least 1"),
         ("model.d_model", 511, "even for sinusoidal positions"),
         ("model.dropout", 1.0, "at least 0 and below 1"),
         ("model.dropout", -0.1, "at least 0 and below 1"),
@@ -247,26 +247,42 @@ def test_a_wrong_value_in_any_record_is_named(change: dict[str, Any], message: s
         ("data.source_language", "", "a language such as 'en'"),
         ("data.vocab_size", 260, "at least 261"),
         ("data.character_coverage", 0.0, "above 0 and at most 1"),
-        ("train.steps", 99_999_999_999_999, "from 1 to 2147483647"),
-        ("data.num_buckets", 0, "from 1 to 2147483647"),
+        ("train.steps", 99_999_999_999_999, "at least 1"),
+        ("data.num_buckets", 0, "at least 1"),
         ("data.max_length", 1, "at least 2"),
         ("data.seed", -1, "from 0"),
-        ("optimizer.peak_learning_rate", 0.0, "above 0, or None"),
-        ("optimizer.clip_norm", -1.0, "above 0, or None"),
-        ("optimizer.warmup_steps", 0, "from 1 to 2147483647"),
+        ("optimizer.peak_learning_rate", 0.0, "above 0 (1e-30 to 1e30), or None"),
+        ("optimizer.clip_norm", -1.0, "above 0 (1e-30 to 1e30), or None"),
+        ("optimizer.warmup_steps", 0, "at least 1"),
         ("optimizer.beta2", 1.0, "at least 0 and below 1"),
         ("optimizer.epsilon", 0.0, "above 0"),
         ("optimizer.accumulation", 3, "a divisor of data.row_multiple (8)"),
         ("optimizer.accumulation", 0, "a divisor of data.row_multiple (8)"),
-        ("train.evaluate_every", 0, "from 1 to 2147483647"),
+        ("train.evaluate_every", 0, "at least 1"),
         ("train.evaluate_every", 1_500, "a multiple of train.checkpoint_every (1000)"),
-        ("train.checkpoint_every", 0, "from 1 to 2147483647"),
-        ("train.keep_last", 0, "from 1 to 2147483647"),
+        ("train.checkpoint_every", 0, "at least 1"),
+        ("train.keep_last", 0, "at least 1"),
         ("train.keep_best", -1, "at least 0"),
         ("train.label_smoothing", 1.0, "at least 0 and below 1"),
         ("train.seed", 2**32, "from 0 to 4294967295"),
-        ("decode.beam_size", 0, "from 1 to 2147483647"),
-        ("decode.length_penalty_alpha", float("inf"), "finite"),
+        ("decode.beam_size", 0, "at least 1"),
+        ("decode.length_penalty_alpha", float("inf"), "from -10 to 10"),
+        # What JAX cannot count, and what is 0, 1 or infinite in float32.
+        ("model.num_layers", 10**9, "at most 1000"),
+        ("model.num_decoder_layers", 10**9, "at most 1000, or None"),
+        ("model.d_model", 2**63, "below 2^31"),
+        ("model.max_length", 2**31, "below 2^31"),
+        ("model.layer_norm_epsilon", 1e-300, "above 0 (1e-30 to 1e30)"),
+        ("data.vocab_size", 10**12, "below 2^31"),
+        ("data.row_multiple", 10**15, "below 2^31"),
+        ("data.tokens_per_batch", 10**18, "below 2^31"),
+        ("optimizer.peak_learning_rate", 1e39, "above 0 (1e-30 to 1e30), or None"),
+        ("optimizer.clip_norm", 1e-300, "above 0 (1e-30 to 1e30), or None"),
+        ("optimizer.epsilon", 1e-300, "above 0 (1e-30 to 1e30)"),
+        ("optimizer.beta2", 1 - 1e-12, "at least 0 and below 1"),
+        ("train.patience", 2**31, "below 2^31, or None"),
+        ("decode.length_penalty_alpha", 1e38, "from -10 to 10"),
+        ("decode.max_length_offset", 10**15, "below 2^31"),
         ("decode.max_length_offset", -1, "at least 0"),
         ("mesh.tensor", 0, "at least 1, or -1 for the rest"),
         ("mesh.tensor", -1, "only one axis can be -1"),
@@ -523,6 +539,9 @@ def test_an_argument_chooses_a_variant(write) -> None:
         ("import no_such_module", "", "recipe.py:1: ModuleNotFoundError: No module named"),
         ("def get_config(:", "", "recipe.py:1: SyntaxError: invalid syntax"),
         (FILE.replace("vocab_size", "vocabulary"), "", "recipe.py:5: TypeError"),
+        ("raise SystemExit(0)", "", "recipe.py:1: SystemExit: 0"),
+        ("def get_config():\n    exit('no')", "", "recipe.py:2: SystemExit: no"),
+        ("import sys\nsys.path.clear()\n1 / 0", "", "recipe.py:3: ZeroDivisionError"),
         (WRONG_TYPE, "", "recipe.py: model.num_layers is 0.3: it must be a whole number"),
     ],
 )
@@ -530,6 +549,13 @@ def test_a_config_file_that_cannot_be_used_is_named(
     write, text: str, argument: str, message: str
 ) -> None:
     assert message in message_of(load_config, write(text) + argument, [])
+
+
+@pytest.mark.parametrize("name", ["config.json", "recipe.yaml", "recipe.py.gz", "recipe"])
+def test_a_config_that_is_no_python_file_is_told_what_it_must_be(tmp_path, name) -> None:
+    (tmp_path / name).write_text('{"model": null}')
+    text = message_of(load_config, str(tmp_path / name), [])
+    assert text == f"{tmp_path / name}: a config is a Python file with get_config(); see configs/"
 
 
 def test_a_config_file_that_is_not_there_is_named() -> None:

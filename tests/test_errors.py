@@ -23,6 +23,10 @@ def test_a_path_has_the_home_folder_in_place_of_a_tilde(text, path, tmp_path, mo
         ("gs://bucket/run", "gs://bucket/run is a URL"),
         ("S3://bucket", "is a URL"),
         ("file:///tmp/x", "is a URL"),
+        ("runs/" + "x" * 256, "cannot be the name of a file; give a shorter path"),
+        ("é" * 128, "cannot be the name of a file"),
+        ("x/" * 2001, "cannot be the name of a file"),
+        ("a\0b", "cannot be the name of a file"),
         ("~no-such-user/x", "there is no such user; a file of that name is ./~no-such-user/x"),
     ],
 )

@@ -165,6 +165,7 @@ def test_a_program_that_does_not_fit_says_so_and_what_would_fit(planned, monkeyp
         ("v9:2x2", "write KIND:SIZE, such as v5e:16x16 or cpu:8, with one of v5e"),
         ("v5e", "write KIND:SIZE"),
         ("cpu:many", "after cpu comes a number of devices"),
+        ("cpu:999999999999", "after cpu comes a number of devices of at most 5 digits"),
     ],
 )
 def test_a_topology_that_is_none_is_refused_in_one_line(capsys, topology, message):

@@ -9,18 +9,15 @@ This file imports no JAX, so that --help answers at once.
 """
 
 import dataclasses
-import math
 import typing
 from typing import Any, Literal
 
 from flaxformer_min.config import RANGES, DecodeConfig, Range
 from flaxformer_min.errors import UserError
 
-COUNT = Range("at least 1", lambda n: n >= 1)
 COUNT32 = Range("at least 1 and below 2^31", lambda n: 1 <= n < 2**31)
-WHOLE = Range("at least 0", lambda n: n >= 0)
 WHOLE32 = Range("at least 0 and below 2^31", lambda n: 0 <= n < 2**31)
-POSITIVE = Range("above 0 and finite", lambda x: 0 < x < math.inf)
+POSITIVE = Range("above 0 (1e-30 to 1e30)", lambda x: 1e-30 <= x <= 1e30)
 SHARE = Range("above 0 and at most 1", lambda x: 0 < x <= 1)
 
 
@@ -56,14 +53,14 @@ class Options:
     length_penalty_alpha: float | None = _option(None, "the config's by default")
     # With `sample` the n best are N independent draws.
     n_best: int = _option(
-        1, "JSON: for each line its N best hypotheses", COUNT, "static", metavar="N"
+        1, "JSON: for each line its N best hypotheses", COUNT32, "static", metavar="N"
     )
     min_length: int = _option(0, "tokens of a translation, EOS counted", WHOLE32)
     max_length_offset: int | None = _option(
         None, "tokens more than the source's; the config's", None, "static", "from zero"
     )
     no_repeat_ngram_size: int = _option(
-        0, "no N tokens in a row twice", WHOLE, "static", metavar="N"
+        0, "no N tokens in a row twice", WHOLE32, "static", metavar="N"
     )
     forbid_unknown: bool = _option(
         True, "the default: the unknown piece is never generated", None, "static"

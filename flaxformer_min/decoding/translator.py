@@ -207,6 +207,9 @@ class Translator:
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
+        if settings.min_length > self._longest:
+            most = f"at most {self._longest}, the tokens of the model's longest sequence"
+            raise UserError(f"min_length is {settings.min_length}: it must be {most}")
         noted = long_lines or self.long_lines()
         sentences = encode_sentences(self.tokenizer, lines, prefixes, first_line, noted)
         if long_lines is None:

@@ -54,9 +54,12 @@ def topology_devices(topology: str) -> tuple[Chip, Sequence[Any]]:
 
 
 def _cpus(topology: str, size: str) -> Sequence[Any]:
-    count = int(size) if size.isdecimal() else 0
+    count = int(size) if size.isdecimal() and len(size) < 6 else 0
     if not count:
-        raise UserError(f"--topology {topology}: after cpu comes a number of devices, as in cpu:8")
+        raise UserError(
+            f"--topology {topology:.80}: after cpu comes a number of devices of at most 5 digits, "
+            "as in cpu:8"
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has looked for devices already
