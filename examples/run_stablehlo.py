@@ -22,7 +22,8 @@ def main(folder: Path, line: str) -> str:
     ids = [*tokenizer.encode(line)[: length - 1], tokenizer.eos_id()]
     source[0, : len(ids)] = ids
     target = np.asarray(program.call(weights, source))[0].tolist()
-    return tokenizer.decode(target[: target.index(tokenizer.eos_id())])
+    ended = tokenizer.eos_id() in target
+    return tokenizer.decode(target[: target.index(tokenizer.eos_id())] if ended else target)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,23 @@
 """Outside of the package: the examples learn, and what README shows is there and runs."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import re
 from pathlib import Path
 from types import ModuleType
 
+import jax
 import numpy as np
 import pytest
+from tiny_checkpoints import CONFIG, TOKENIZER
+
+from flaxformer_min.checkpoints.format import Loaded
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.interop.stablehlo import export_stablehlo
+from flaxformer_min.model.build import initializer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,3 +68,17 @@ def test_every_file_that_the_readme_names_is_there():
 
 def test_the_readme_is_read_in_one_sitting():
     assert len(README.splitlines()) <= 220
+
+
+@pytest.mark.run
+def test_an_exported_program_translates_without_the_package_as_the_translator_does(tmp_path):
+    model = dataclasses.replace(CONFIG.model, max_length=32)
+    config = dataclasses.replace(CONFIG, model=model)
+    _, params = initializer(model, TOKENIZER.vocab_size)(jax.random.key(3))
+    loaded = Loaded(config, TOKENIZER, params, step=0)
+    export_stablehlo(loaded, tmp_path / "exported", rows=3, length=13)
+    translator = Translator(config, TOKENIZER, params)
+    for line in ("a b c", "ga", "d e f g a b c d"):
+        wanted = translator.translate([line], Options(beam_size=1))[0]
+        found = example("run_stablehlo").main(tmp_path / "exported", line)
+        assert found == wanted.text
