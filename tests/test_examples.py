@@ -82,3 +82,19 @@ def test_an_exported_program_translates_without_the_package_as_the_translator_do
         wanted = translator.translate([line], Options(beam_size=1))[0]
         found = example("run_stablehlo").main(tmp_path / "exported", line)
         assert found == wanted.text
+
+
+def test_attention_in_numpy_prints_the_row_worked_out_by_hand_and_agrees_with_the_package(capsys):
+    numpy_attention = example("attention_in_numpy")
+    steps = numpy_attention.worked_row()
+    np.testing.assert_allclose(steps.weights, [[0.4, 0.1, 0.5]])
+    np.testing.assert_allclose(steps.output, [[0.4, 0.1, 21.0]])
+    draw = np.random.default_rng(7)
+    query, key, value = (draw.standard_normal(shape) for shape in ((2, 11), (3, 11), (3, 5)))
+    found = numpy_attention.attention(query, key, value)
+    wanted = numpy_attention.of_the_package(query, key, value)
+    np.testing.assert_allclose(found.output, wanted, atol=1e-6)
+    numpy_attention.main()
+    said = capsys.readouterr().out
+    assert "i asks j as j asks i, True; apart: False" in said
+    assert "permuted outputs: True" in said
