@@ -670,6 +670,6 @@ def _whole(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if (number := _whole(text)) > 0:
-        return number
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    if text.isdecimal() and len(text) < DIGITS and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number above 0")

@@ -172,8 +172,8 @@ def test_a_batch_of_filler_rows_alone_gives_finite_numbers():
 class NotFinite(FeedForward):
     """A sublayer one of whose activations is not a number."""
 
-    def __call__(self, x, key=None):
-        return super().__call__(x, key).at[0, 1, 2].set(jnp.nan)
+    def __call__(self, x, key=None, taps=None):
+        return super().__call__(x, key, taps).at[0, 1, 2].set(jnp.nan)
 
 
 @jax.custom_vjp

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flaxformer_min.config import DecodeConfig
 from flaxformer_min.data.lines import decode_lines
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.streams import ready_lines, translate_stream
@@ -179,7 +178,7 @@ def test_lines_are_numbered_on_from_group_to_group():
 
     long_lines = SimpleNamespace(end=lambda: seen.append("end"))
     fake = SimpleNamespace(
-        config=SimpleNamespace(decode=DecodeConfig()),
+        settings=lambda options: options,
         translate=translate,
         long_lines=lambda: long_lines,
     )

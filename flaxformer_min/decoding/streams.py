@@ -36,7 +36,7 @@ def translate_stream(
     prefix file has another number of lines, and for the reasons of `Translator.translate`, even if
     the stream has no line.
     """
-    options.with_defaults(translator.config.decode)
+    translator.settings(options)
     all_prefixes = None if prefix is None else read_lines(prefix)
     first_line, long_lines = 1, translator.long_lines()
     for group in ready_lines(source, one_by_one=one_by_one):

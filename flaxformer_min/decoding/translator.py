@@ -187,6 +187,16 @@ class Translator:
                 translations[place] = translation
         return translations
 
+    def settings(self, options: Options) -> Options:
+        """Returns complete options; raises UserError if this model cannot follow them."""
+        settings = options.with_defaults(self.config.decode)
+        if options.attention and self._others:
+            raise UserError("attention is that of one model, and this is an ensemble")
+        if settings.min_length > self._longest:
+            most = f"at most {self._longest}, the tokens of the model's longest sequence"
+            raise UserError(f"min_length is {settings.min_length}: it must be {most}")
+        return settings
+
     def decode(
         self,
         lines: Sequence[str],
@@ -204,12 +214,7 @@ class Translator:
         refuse_forked()
         lines = checked_texts(lines, "lines", "translate([text])")
         prefixes = checked_prefixes(prefixes, len(lines))
-        settings = options.with_defaults(self.config.decode)
-        if options.attention and self._others:
-            raise UserError("attention is that of one model, and this is an ensemble")
-        if settings.min_length > self._longest:
-            most = f"at most {self._longest}, the tokens of the model's longest sequence"
-            raise UserError(f"min_length is {settings.min_length}: it must be {most}")
+        settings = self.settings(options)
         noted = long_lines or self.long_lines()
         sentences = encode_sentences(self.tokenizer, lines, prefixes, first_line, noted)
         if long_lines is None:
