@@ -169,8 +169,10 @@ class DecodeConfig:
 class MeshConfig:
     """Devices along each axis of the mesh; -1 means all that are left."""
 
-    data: Axis = -1  # the rows of a batch are split
-    fsdp: Axis = 1  # the rows are split, and so are weights and optimizer state
+    # The rows of a batch are split, and between steps weights and optimizer state: along data where
+    # their sizes allow, along fsdp always.
+    data: Axis = -1
+    fsdp: Axis = 1
     tensor: Axis = 1  # heads, d_ff and the vocabulary are split
 
 

@@ -17,6 +17,9 @@ Mask = Bool[Array, "#B #H #T S"]  # True = may attend
 Weights = Float[Array, "B H T S"]
 Context = Float[Array, "B H T U"]
 
+# The products Q K^T and weights times V; their last argument is the dtype of the result.
+Products = tuple[Callable[..., Weights], Callable[..., Context]]
+
 # The kinds of arrays that `check` knows.
 FLOATS, IDS, BOOLEANS = jnp.floating, jnp.integer, jnp.bool_
 _MEANT = {FLOATS: "floating", IDS: "integer token ids", BOOLEANS: "boolean, True = may attend"}
@@ -54,22 +57,36 @@ def attend(
     value: Values,
     mask: Mask,
     drop: Callable[[Weights], Weights] | None = None,
+    products: Products | None = None,
 ) -> Attended:
     """Does what `scaled_dot_product_attention` does and returns what it computed on the way.
 
     In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
-    whereas the weights that are returned are those before dropout.
+    whereas the weights that are returned are those before dropout. `products` are the functions
+    that multiply, Q K^T and weights times V, if they are not those of this file.
     """
     _check(query, key, value, mask)
-    at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum(
-        "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
-    )
+    scores_of, context_of = products or (scores_of_keys, sums_of_values)
+    scores = scores_of(query, key, jnp.promote_types(query.dtype, jnp.float32))
     scaled = scores / query.shape[-1] ** 0.5
     weights = masked_softmax(scaled, mask)
     kept = weights if drop is None else drop(weights)
-    output = jnp.einsum("BHTS,BHSU->BHTU", kept.astype(value.dtype), value, precision="highest")
+    output = context_of(kept.astype(value.dtype), value, value.dtype)
     return Attended(scores, scaled, weights, output)
+
+
+def scores_of_keys(query: Query, key: Keys, dtype: jnp.dtype) -> Weights:
+    """Returns Q K^T, computed and given in `dtype`."""
+    return jnp.einsum(
+        "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=dtype
+    )
+
+
+def sums_of_values(weights: Weights, value: Values, dtype: jnp.dtype) -> Context:
+    """Returns weights times V, computed and given in `dtype`."""
+    return jnp.einsum(
+        "BHTS,BHSU->BHTU", weights, value, precision="highest", preferred_element_type=dtype
+    )
 
 
 def masked_softmax(scores: Weights, mask: Mask) -> Weights:

@@ -23,6 +23,7 @@ from flaxformer_min.model.attention import (
     cudnn_attention,
 )
 from flaxformer_min.model.dropout import MaybeKey, dropout, split
+from flaxformer_min.model.head_pairs import training_scores, training_sums
 from flaxformer_min.model.linear import dense
 from flaxformer_min.model.taps import Taps, inside, note
 
@@ -120,7 +121,8 @@ class MultiHeadAttention(nnx.Module):
         if self.cudnn and key is not None:  # in training only: evaluation must run on any machine
             return self.merge(cudnn_attention(query, *keys_values, mask))
         drop = functools.partial(dropout, rate=self.rate, key=key)
-        attended = attend(query, *keys_values, mask, drop)
+        products = None if key is None else (training_scores, training_sums)
+        attended = attend(query, *keys_values, mask, drop, products)
         note(taps, query=query, **keys_values._asdict(), **attended._asdict())
         return self.merge(attended.context)
 
