@@ -1,5 +1,7 @@
 """Heads in pairs, as TPUs multiply them, beside heads one by one."""
 
+import functools
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -7,12 +9,12 @@ import numpy as np
 import pytest
 from trees import assert_close
 
-from flaxformer_min.model import head_pairs
 from flaxformer_min.model.attention import scores_of_keys, sums_of_values
-from flaxformer_min.model.head_pairs import training_scores, training_sums
+from flaxformer_min.model.head_pairs import _paired_scores, _paired_sums, training_products
 
 B, H, T, S, K = 3, 6, 5, 7, 64
 FLOAT32 = jnp.dtype(jnp.float32)
+training_scores, training_sums = training_products(scores_of_keys, sums_of_values)
 
 
 def draw(*shape, dtype=jnp.float32):
@@ -32,7 +34,7 @@ QUERY, KEY, WEIGHTS = draw(B, H, T, K), draw(B, H, S, K), draw(B, H, T, S)
 def test_scores_and_their_gradients_are_those_of_heads_one_by_one():
     plain, paired = (
         with_gradients(function, QUERY, KEY, FLOAT32)
-        for function in (scores_of_keys, head_pairs._paired_scores)
+        for function in (scores_of_keys, functools.partial(_paired_scores, scores_of_keys))
     )
     assert_close(paired, plain, rtol=1e-5, atol=1e-5)
 
@@ -40,7 +42,7 @@ def test_scores_and_their_gradients_are_those_of_heads_one_by_one():
 def test_contexts_and_their_gradients_are_those_of_heads_one_by_one():
     plain, paired = (
         with_gradients(function, WEIGHTS, KEY, FLOAT32)
-        for function in (sums_of_values, head_pairs._paired_sums)
+        for function in (sums_of_values, functools.partial(_paired_sums, sums_of_values))
     )
     assert_close(paired, plain, rtol=1e-5, atol=1e-5)
 
@@ -48,9 +50,9 @@ def test_contexts_and_their_gradients_are_those_of_heads_one_by_one():
 @pytest.mark.parametrize(("heads", "width"), [(5, 64), (6, 32), (2, 128)])
 def test_heads_that_fill_no_register_in_pairs_stay_single(heads, width):
     query, key, weights = draw(B, heads, T, width), draw(B, heads, S, width), draw(B, heads, T, S)
-    scores = head_pairs._paired_scores(query, key, FLOAT32)
+    scores = _paired_scores(scores_of_keys, query, key, FLOAT32)
     np.testing.assert_array_equal(scores, scores_of_keys(query, key, FLOAT32))
-    context = head_pairs._paired_sums(weights, key, FLOAT32)
+    context = _paired_sums(sums_of_values, weights, key, FLOAT32)
     np.testing.assert_array_equal(context, sums_of_values(weights, key, FLOAT32))
 
 

@@ -14,32 +14,24 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-
-from flaxformer_min.model.attention import (
-    Context,
-    Keys,
-    Query,
-    Values,
-    Weights,
-    scores_of_keys,
-    sums_of_values,
-)
+from jaxtyping import Array
 
 LANES = 128  # numbers side by side in a register of a TPU
+Product = Callable[..., Array]  # of two arrays of heads and the dtype of the result
 
 
-def training_scores(query: Query, key: Keys, dtype: jnp.dtype) -> Weights:
-    """Does what `scores_of_keys` does; its gradient is multiplied in the inputs' dtype."""
-    return _product(scores_of_keys, _paired_scores, dtype)(query, key)
+def training_products(scores: Product, sums: Product) -> tuple[Product, Product]:
+    """Returns functions that do what Q K^T, `scores`, and weights times V, `sums`, do."""
+    paired_scores = functools.partial(_paired_scores, scores)
+    paired_sums = functools.partial(_paired_sums, sums)
+    return (
+        functools.partial(_product, scores, paired_scores),
+        functools.partial(_product, sums, paired_sums),
+    )
 
 
-def training_sums(weights: Weights, value: Values, dtype: jnp.dtype) -> Context:
-    """Does what `sums_of_values` does."""
-    return _product(sums_of_values, _paired_sums, dtype)(weights, value)
-
-
-def _product(plain: Callable, paired: Callable, dtype: jnp.dtype) -> Callable:
-    """Returns a product that is `paired` on TPUs and `plain` elsewhere, and so is its gradient.
+def _product(plain: Product, paired: Product, x: Array, y: Array, dtype: jnp.dtype) -> Array:
+    """Multiplies by `paired` on TPUs and by `plain` elsewhere, and so for the gradient.
 
     The cotangent of float32 scores is rounded to the dtype of queries and keys: a TPU multiplies
     float32 in six passes.
@@ -62,23 +54,23 @@ def _product(plain: Callable, paired: Callable, dtype: jnp.dtype) -> Callable:
         return jax.lax.platform_dependent(*inputs, cotangent, tpu=tpu, default=default)
 
     product.defvjp(lambda x, y: (product(x, y), (x, y)), backward)
-    return product
+    return product(x, y)
 
 
-def _paired_scores(query, key, dtype):
+def _paired_scores(plain, query, key, dtype):
     if not _fits(query):
-        return scores_of_keys(query, key, dtype)
-    each = [scores_of_keys(half, _pairs(key), dtype) for half in _halves(query)]
+        return plain(query, key, dtype)
+    each = [plain(half, _pairs(key), dtype) for half in _halves(query)]
     scores = jnp.stack(each, 2)
     return scores.reshape(*query.shape[:3], -1)
 
 
-def _paired_sums(weights, value, dtype):
+def _paired_sums(plain, weights, value, dtype):
     if not _fits(value):
-        return sums_of_values(weights, value, dtype)
+        return plain(weights, value, dtype)
     b, h, *sizes = weights.shape
     each = zip(_unstacked(weights.reshape(b, h // 2, 2, *sizes)), _halves(value), strict=True)
-    flat = _flat(sum(sums_of_values(own, half, dtype) for own, half in each))
+    flat = _flat(sum(plain(own, half, dtype) for own, half in each))
     return flat.reshape(*flat.shape[:2], value.shape[1], -1).swapaxes(1, 2)
 
 
