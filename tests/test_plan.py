@@ -100,7 +100,7 @@ def test_a_plan_knows_the_bytes_of_a_device(planned):
     assert [tuple(shape.bucket) for shape in planned.shapes] == [(16, 16, 16)]
     memory = planned.shapes[0].memory
     whole = 4 * planned.parameters
-    assert whole / 2 < memory["parameters"] < 0.7 * whole
+    assert whole / 8 < memory["parameters"] < 0.2 * whole  # split over data x fsdp
     assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
     assert memory["temporaries"] > 0
     assert planned.hours is None and not planned.advice

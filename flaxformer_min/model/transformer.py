@@ -43,7 +43,7 @@ class Transformer(nnx.Module):
     layers is stacked, with the layer as the first axis.
     """
 
-    lookup: Callable[[Array, Array], Array] = operator.getitem  # training on a mesh has another
+    lookup: Callable[[Array, Array], Array] = operator.getitem  # another in training on a mesh
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
         if vocab_size < 1:
