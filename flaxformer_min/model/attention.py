@@ -17,9 +17,6 @@ Mask = Bool[Array, "#B #H #T S"]  # True = may attend
 Weights = Float[Array, "B H T S"]
 Context = Float[Array, "B H T U"]
 
-# The products Q K^T and weights times V; their last argument is the dtype of the result.
-Products = tuple[Callable[..., Weights], Callable[..., Context]]
-
 # The kinds of arrays that `check` knows.
 FLOATS, IDS, BOOLEANS = jnp.floating, jnp.integer, jnp.bool_
 _MEANT = {FLOATS: "floating", IDS: "integer token ids", BOOLEANS: "boolean, True = may attend"}
@@ -57,36 +54,22 @@ def attend(
     value: Values,
     mask: Mask,
     drop: Callable[[Weights], Weights] | None = None,
-    products: Products | None = None,
 ) -> Attended:
     """Does what `scaled_dot_product_attention` does and returns what it computed on the way.
 
     In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
-    whereas the weights that are returned are those before dropout. `products` are the functions
-    that multiply, Q K^T and weights times V, if they are not those of this file.
+    whereas the weights that are returned are those before dropout.
     """
     _check(query, key, value, mask)
-    scores_of, context_of = products or (scores_of_keys, sums_of_values)
-    scores = scores_of(query, key, jnp.promote_types(query.dtype, jnp.float32))
+    at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.einsum(
+        "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=at_least_float32
+    )
     scaled = scores / query.shape[-1] ** 0.5
     weights = masked_softmax(scaled, mask)
     kept = weights if drop is None else drop(weights)
-    output = context_of(kept.astype(value.dtype), value, value.dtype)
+    output = jnp.einsum("BHTS,BHSU->BHTU", kept.astype(value.dtype), value, precision="highest")
     return Attended(scores, scaled, weights, output)
-
-
-def scores_of_keys(query: Query, key: Keys, dtype: jnp.dtype) -> Weights:
-    """Returns Q K^T, computed and given in `dtype`."""
-    return jnp.einsum(
-        "BHTK,BHSK->BHTS", query, key, precision="highest", preferred_element_type=dtype
-    )
-
-
-def sums_of_values(weights: Weights, value: Values, dtype: jnp.dtype) -> Context:
-    """Returns weights times V, computed and given in `dtype`."""
-    return jnp.einsum(
-        "BHTS,BHSU->BHTU", weights, value, precision="highest", preferred_element_type=dtype
-    )
 
 
 def masked_softmax(scores: Weights, mask: Mask) -> Weights:
@@ -108,9 +91,17 @@ def cudnn_attention(query: Query, key: Keys, value: Keys, mask: Mask) -> Query:
     gets the mean of the values instead of 0.
     """
     _check(query, key, value, mask)
-    heads_inside = (x.swapaxes(1, 2) for x in (query, key, value))
+    # In training the kernel takes even lengths only, and masks that name every query and key.
+    size = mask.shape[0], mask.shape[1], query.shape[2], key.shape[2]
+    mask = _even(_even(jnp.broadcast_to(mask, size), 2), 3)
+    heads_inside = (_even(x, 2).swapaxes(1, 2) for x in (query, key, value))
     context = jax.nn.dot_product_attention(*heads_inside, mask=mask, implementation="cudnn")
-    return context.swapaxes(1, 2)
+    return context[:, : query.shape[2]].swapaxes(1, 2)
+
+
+def _even(array: Array, axis: int) -> Array:
+    """Appends a zero, or False, along an axis of odd size."""
+    return jnp.pad(array, [(0, size % 2 * (i == axis)) for i, size in enumerate(array.shape)])
 
 
 def _check(query: Query, key: Keys, value: Values, mask: Mask) -> None:

@@ -21,11 +21,8 @@ from flaxformer_min.model.attention import (
     Values,
     attend,
     cudnn_attention,
-    scores_of_keys,
-    sums_of_values,
 )
 from flaxformer_min.model.dropout import MaybeKey, dropout, split
-from flaxformer_min.model.head_pairs import training_products
 from flaxformer_min.model.linear import dense
 from flaxformer_min.model.taps import Taps, inside, note
 
@@ -123,8 +120,7 @@ class MultiHeadAttention(nnx.Module):
         if self.cudnn and key is not None:  # in training only: evaluation must run on any machine
             return self.merge(cudnn_attention(query, *keys_values, mask))
         drop = functools.partial(dropout, rate=self.rate, key=key)
-        products = None if key is None else training_products(scores_of_keys, sums_of_values)
-        attended = attend(query, *keys_values, mask, drop, products)
+        attended = attend(query, *keys_values, mask, drop)
         note(taps, query=query, **keys_values._asdict(), **attended._asdict())
         return self.merge(attended.context)
 
