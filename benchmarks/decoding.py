@@ -161,9 +161,9 @@ def report(record: dict[str, Any]) -> str:
             lower = sum(line["ours"] < line["theirs"] for line in lines)
             text += ["", f"  {len(lines)} lines differ from {name}'s, ours less likely in {lower}:"]
             text += [f"    {x['line']:5d}  {x['ours']:10.5f} {x['theirs']:10.5f}" for x in lines]
-    scores = record["log-probabilities"]
-    text += ["", f"log-probabilities of {scores['tokens']} tokens, worst difference from ours:"]
-    text += [f"  {name:<16}{worst:.2e}" for name, worst in scores["worst difference"].items()]
+    if scores := record.get("log-probabilities"):
+        text += ["", f"log-probabilities of {scores['tokens']} tokens, worst difference from ours:"]
+        text += [f"  {name:<16}{worst:.2e}" for name, worst in scores["worst difference"].items()]
     return "\n".join(text)
 
 
