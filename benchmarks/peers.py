@@ -1,7 +1,8 @@
 """This program, Hugging Face's Marian and CTranslate2 on the weights of one checkpoint.
 
-Each is a Program: text to token ids with the same tokenizer, and forced decoding. The peers come
-with `pip install -e '.[benchmark]'`; nothing else here needs them.
+Each is a Program: text to token ids with the same tokenizer, and forced decoding. The peers know
+one greatest length for a batch; what they write beyond that of a sentence is cut. They come with
+`pip install -e '.[benchmark]'`; nothing else here needs them.
 """
 
 import contextlib
@@ -94,7 +95,8 @@ def marian(translator: Translator, threads: int) -> Program:
                 suppress_tokens=list(tokenizer.never_generated),
             )
             for place, ids in zip(places, generated[:, 1:].tolist(), strict=True):
-                found[place] = _until(ids, tokenizer.eos_id)
+                limit = _max_length(translator, len(sources[place]))
+                found[place] = _until(ids, tokenizer.eos_id)[:limit]
                 tokenizer.decode(ids)
         return found
 
@@ -149,8 +151,9 @@ def ctranslate2(translator: Translator, threads: int, at_once: int) -> Program:
             return_end_token=True,
         )
         found = [[ids[name] for name in result.hypotheses[0]] for result in results]
-        for row in found:
+        for row, source in zip(found, sources, strict=True):
             tokenizer.decode(row)
+            del row[_max_length(translator, len(source)) :]
         return found
 
     def score(sources: Sequence[Ids], targets: Sequence[Ids]) -> list[np.ndarray]:
