@@ -51,7 +51,7 @@ def test_the_train_step_with_the_fused_kernel_of_cudnn_lowers_for_cuda(monkeypat
     )
     heads = {"num_heads": 2, "d_k": 32, "d_v": 32, "d_model": 64}
     program = train_step(compute_dtype="bfloat16", attention="cudnn", **heads)
-    text = lowered(*program, platforms=["cuda"])
+    text = lowered(*program, platforms=("cuda",))
     assert "cudnn" in text
 
 
