@@ -24,9 +24,9 @@ Mixer = Callable[[jax.Array, jax.Array], jax.Array]  # x [n, d] and weights [K, 
 KERNEL = 3  # k
 # For each mixer: sizes (n, d) with n doubled, and then sizes with d doubled.
 SIZES = {
-    "self_attention": [[(n, 64) for n in (1024, 2048, 4096)], [(1024, 512 << i) for i in range(3)]],
-    "recurrent": [[(n, 256) for n in (1024, 2048, 4096)], [(256, 512 << i) for i in range(3)]],
-    "convolution": [[(n, 256) for n in (2048, 4096, 8192)], [(1024, 256 << i) for i in range(3)]],
+    "self_attention": [[(n, 64) for n in (512, 1024, 2048)], [(512, d) for d in (512, 1024, 2048)]],
+    "recurrent": [[(n, 256) for n in (512, 1024, 2048)], [(256, d) for d in (256, 512, 1024)]],
+    "convolution": [[(n, 256) for n in (512, 1024, 2048)], [(512, d) for d in (256, 512, 1024)]],
 }
 
 
@@ -58,15 +58,15 @@ def inputs(n: int, d: int) -> tuple[jax.Array, jax.Array]:
     return jnp.float32(draw.standard_normal((n, d))), jnp.float32(weights)
 
 
-def seconds(mixer: Mixer, n: int, d: int, repeats: int) -> float:
-    """The shortest of several runs, compilation aside."""
-    run, given, times = jax.jit(mixer), inputs(n, d), []
-    run(*given).block_until_ready()
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run(*given).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def seconds(mixer: Mixer, sizes: Sequence[tuple[int, int]], repeats: int) -> list[float]:
+    """The shortest of several runs at each size (n, d), which take turns; without compilation."""
+    run, given, times = jax.jit(mixer), [inputs(*size) for size in sizes], [[] for _ in sizes]
+    for _ in range(repeats + 1):
+        for each, those in zip(given, times, strict=True):
+            start = time.perf_counter()
+            run(*each).block_until_ready()
+            those.append(time.perf_counter() - start)
+    return [min(those[1:]) for those in times]  # the first run compiles
 
 
 def exponent(sizes: Sequence[float], times: Sequence[float]) -> float:
@@ -92,16 +92,17 @@ def layers_until_connected(mixer: Mixer, n: int) -> int:
     return next(depth for depth in range(1, n) if jnp.any(jax.grad(last)(x, depth)[0] != 0))
 
 
-def main(repeats: int = 7, shrink: int = 1, n: int = 33) -> None:
+def main(repeats: int = 20, shrink: int = 1, length: int = 33) -> None:
     """Prints the table; `shrink` divides every n and d, for a quick look."""
-    print(f"{'':<16}time ~ n^a d^b        steps   layers to connect {n} positions, k = {KERNEL}")
+    print(
+        f"{'':<16}time ~ n^a d^b        steps   layers to connect {length} positions, k = {KERNEL}"
+    )
     for mixer in (self_attention, recurrent, convolution):
         fitted = []
         for axis, sizes in enumerate(SIZES[mixer.__name__]):
-            small = [(each[0] // shrink, each[1] // shrink) for each in sizes]
-            times = [seconds(mixer, *each, repeats) for each in small]
-            fitted.append(exponent([each[axis] for each in small], times))
-        steps, depth = sequential_steps(mixer, n), layers_until_connected(mixer, n)
+            small = [(n // shrink, d // shrink) for n, d in sizes]
+            fitted.append(exponent([size[axis] for size in small], seconds(mixer, small, repeats)))
+        steps, depth = sequential_steps(mixer, length), layers_until_connected(mixer, length)
         about = f"a = {fitted[0]:.2f}, b = {fitted[1]:.2f}"
         print(f"{mixer.__name__:<16}{about:<22}{steps:<8}{depth}")
 

@@ -6,6 +6,10 @@ continue it. To translate is to continue a source. Whole pairs are packed into r
 tokens, so that hardly any padding is computed.
 
 A loss (params, batch, key) -> (sum, tokens) is all that the package's training step wants to know.
+Printed (64 s of CPU time):
+
+    loss 7.214 at step 1, 0.786 at step 1000; 0.800 nats per token of 200 held-out pairs
+    68.0% of the held-out phrases are translated exactly, as in
 """
 
 from collections.abc import Callable, Iterable
@@ -59,9 +63,10 @@ class Stack(nnx.Module):
 
 def next_token_loss(model: Stack, rows: jax.Array, key: jax.Array | None = None):
     """The sum of the losses of all tokens but the first and padding, in nats, and their number."""
-    before, after = rows[:, :-1], rows[:, 1:]
+    before, after = jnp.asarray(rows[:, :-1]), jnp.asarray(rows[:, 1:])
     logits = model(before, causal_mask(LENGTH - 1), key)
-    return smoothed_cross_entropy(logits, after, after != PAD_ID, 0.0)
+    counted = (after != PAD_ID).astype(jnp.float32)
+    return smoothed_cross_entropy(logits, after, counted, 0.0)
 
 
 def corpus(split: str, count: int) -> list[tuple[str, str]]:
@@ -84,8 +89,8 @@ def packed(tokenizer: Tokenizer, pairs: Iterable[tuple[str, str]]) -> np.ndarray
     return padded([*rows, row], LENGTH, PAD_ID)
 
 
-def train(model: nnx.Module, loss_of: Loss, rows: np.ndarray, steps: int):
-    """The model after so many steps on random rows, and the loss of each step in nats per token."""
+def train(model: nnx.Module, loss_of: Loss, rows: np.ndarray, steps: int, size: int = ROWS):
+    """The model after steps on `size` random rows each, and each step's loss in nats per token."""
     graphdef, params = nnx.split(model)
     optimizer = optax.adam(warmup_inverse_sqrt(MODEL.d_model, 100, peak=2e-3), b2=0.98)
 
@@ -96,8 +101,7 @@ def train(model: nnx.Module, loss_of: Loss, rows: np.ndarray, steps: int):
     state, losses = initial_state(nnx.to_pure_dict(params), optimizer), []
     draw, key = np.random.default_rng(1), jax.random.key(1)
     for _ in range(steps):
-        batch = rows[draw.integers(len(rows), size=ROWS)]
-        state, metrics = train_step(state, batch, key)
+        state, metrics = train_step(state, rows[draw.integers(len(rows), size=size)], key)
         losses.append(metrics.loss)
     return nnx.merge(graphdef, state.params), list(map(float, losses))
 

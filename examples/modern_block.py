@@ -1,13 +1,21 @@
 """What later models put into the block, part by part: python examples/modern_block.py.
 
-The language model of decoder_only.py, and what took the place of the paper's parts in it:
+The language model of decoder_only.py, and what took the place of the paper's parts in it. The
+residual stream and the softmax over products of queries and keys are still there.
 
     rms_norm   RMSNorm instead of LayerNorm: no mean, no bias
     rotary     queries and keys are turned by their position; nothing is added to the embedding
     swiglu     a gate in the FFN: (swish(x W_gate) * x W_up) W_down, F two thirds as wide
     grouped    grouped queries: 4 heads share 2 heads of keys and values, which halves the cache
 
-What did not change: the residual stream, and softmax over the products of queries and keys.
+Printed: parameters, and nats per held-out token after 300 steps (110 s of CPU time for all six):
+
+    none: the paper's          523,520       1.576
+    rms_norm                   523,008       1.586
+    rotary                     523,520       1.153
+    swiglu                     521,984       1.321
+    grouped                    490,752       1.560
+    all of them                488,704       1.056
 """
 
 import dataclasses
@@ -37,7 +45,7 @@ PARTS = ("rms_norm", "rotary", "swiglu", "grouped")
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / sqrt(mean of x^2 + epsilon) * scale, over the last axis."""
+    """x / sqrt(mean of x^2 + epsilon) * scale."""
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale[None, None]
 
 
@@ -84,8 +92,7 @@ class ModernAttention(MultiHeadAttention):
         self.value = xavier(rngs, config.d_model, groups * config.d_v)
 
     def queries(self, x):
-        queries = super().queries(x)
-        return rotate(queries) if self.turned else queries
+        return rotate(super().queries(x)) if self.turned else super().queries(x)
 
     def keys_values(self, x):
         def of_all_heads(kernel, turned):
@@ -106,15 +113,17 @@ class ModernLayer(EncoderLayer):
             self.feed_forward_residual = RMSResidual(config)
         if "swiglu" in parts:
             self.feed_forward = SwiGLU(config, rngs=rngs)
-        groups = config.num_heads // 2 if "grouped" in parts else config.num_heads
-        turned = "rotary" in parts
-        self.self_attention = ModernAttention(config, turned=turned, groups=groups, rngs=rngs)
+        groups = config.num_heads // (2 if "grouped" in parts else 1)
+        how = {"turned": "rotary" in parts, "groups": groups}
+        self.self_attention = ModernAttention(config, **how, rngs=rngs)
 
 
 class ModernStack(Stack):
-    def __init__(self, vocab_size: int, parts: tuple[str, ...], config: ModelConfig = common.MODEL):
+    """The stack of decoder_only.py with some parts of its layers replaced."""
+
+    def __init__(self, vocab_size: int, parts: tuple[str, ...]):
         layer = functools.partial(ModernLayer, parts=parts)
-        super().__init__(config, vocab_size, rngs=nnx.Rngs(1), layer=layer)
+        super().__init__(common.MODEL, vocab_size, rngs=nnx.Rngs(1), layer=layer)
         self.rotary = "rotary" in parts
 
     def embed(self, tokens):

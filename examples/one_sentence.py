@@ -11,8 +11,10 @@ S keys, D d_model, H heads, V vocabulary; the batch is one sentence.
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.model.attention import scaled_dot_product_attention
 from flaxformer_min.model.layers import layer_norm
@@ -21,7 +23,6 @@ from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
 
 Array = jax.Array
-MOST = 60  # tokens of a translation
 
 
 def embed(table: Array, ids: Array) -> Array:
@@ -85,14 +86,15 @@ def main(folder: str, text: str) -> None:
     ids = tokenizer.encode(text)
     print("pieces", *tokenizer.pieces(ids))
     print("ids   ", *ids)
-    source = np.array([ids], np.int32)
+    source = jnp.array([ids])
     source_mask = padding_mask(source, tokenizer.pad_id)  # nothing is padding in one sentence
     memory = encode(params, source, source_mask, count)
     _, length, width = memory.shape
     print(f"C, the memory: S = {length}, D = {width}; times sqrt(D) = {width**0.5:.2f}")
     written, total = [tokenizer.bos_id], 0.0
-    while written[-1] != tokenizer.eos_id and len(written) < MOST:
-        logits = decode(params, np.array([written], np.int32), memory, source_mask, count)
+    most = length + translator.config.decode.max_length_offset
+    while written[-1] != tokenizer.eos_id and len(written) <= most:
+        logits = decode(params, jnp.array([written]), memory, source_mask, count)
         log_probs = jax.nn.log_softmax(logits[0, -1])
         likely = [i for i in np.argsort(-log_probs) if i not in tokenizer.never_generated][:3]
         chances = zip(tokenizer.pieces(likely), np.exp(log_probs[np.array(likely)]), strict=True)
@@ -100,11 +102,12 @@ def main(folder: str, text: str) -> None:
         print(f"{read}  ->  " + ", ".join(f"{piece} {chance:.1%}" for piece, chance in chances))
         written.append(int(likely[0]))
         total += float(log_probs[likely[0]])
-    translation = tokenizer.decode(written)
-    print(f"{text}  ->  {translation}")
-    (scored,) = translator.score_tokens([(text, translation)])
-    difference = abs(total - float(np.sum(scored.log_probs)))
-    print(f"log p = {total:.6f}; the Translator's differs by {difference:.0e}")
+    print(f"{text}  ->  {tokenizer.decode(written)}")
+    (found,) = translator.translate([text], Options(beam_size=1))
+    difference = abs(total - found.log_prob)
+    print(
+        f"log p = {total:.6f}; that of the Translator's greedy search differs by {difference:.0e}"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@ x + Dropout(Sublayer(LayerNorm(x))), with one more norm behind each stack. Every
 stands here; the package is used as it is. The decoder that keeps a cache (model/cached.py) does not
 call `decode_states`, so whoever searches with this model adds the last norm there as well.
 
-Both are trained with 6 + 6 layers and a constant learning rate.
+Both are trained with 6 + 6 layers on the built-in corpus. Printed (74 s of CPU time for both):
+
+    6 + 6 layers, learning rate 0.001 from step 1, without warm-up: nats per token
+      post-norm  7.575 at step 1, 1.678 at step 300, 1.481 on 500 held-out pairs
+      pre-norm   7.201 at step 1, 0.579 at step 300, 0.495 on 500 held-out pairs
 """
 
 from collections.abc import Sequence
