@@ -20,6 +20,7 @@ from flaxformer_min.data.sources import read_pairs
 from flaxformer_min.errors import UserError
 from flaxformer_min.see.float16 import AnyTranslator, rounding_error, to_float16
 from flaxformer_min.see.pieces import describe_tokenizer
+from flaxformer_min.see.record import writing
 from flaxformer_min.system.files import replace_file
 
 PARTS = Path(__file__).parent / "page"
@@ -28,16 +29,17 @@ VIEW = ("draw.js", "view.js")
 MEASURED = 200  # lines at most, on which the error of float16 is measured
 
 
-def write_page(translator: AnyTranslator, output: str | Path, source: str | None = None) -> int:
+def write_page(translator: AnyTranslator, output: str, source: str | None = None) -> int:
     """Writes the page of a translator's model; returns its bytes.
 
     Its examples are lines of the file `source`, by default of the config's test split. Raises
-    UserError for the reasons of `make_page`, and where these lines cannot be read.
+    UserError for the reasons of `make_page`, and where a file cannot be read or written.
     """
     data = translator.config.data
     lines = list(read_lines(source)) if source else [s for s, _ in read_pairs(data, data.test)]
     content = make_page(translator, lines).encode()
-    replace_file(Path(output), content)
+    with writing(output):
+        replace_file(Path(output), content)
     return len(content)
 
 

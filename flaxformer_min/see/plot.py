@@ -18,7 +18,7 @@ import numpy as np
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
-from flaxformer_min.see.record import Trace
+from flaxformer_min.see.record import Trace, writing
 from flaxformer_min.training.optimizer import warmup_inverse_sqrt
 
 try:
@@ -59,12 +59,9 @@ def save(figure: Figure, path: str) -> None:
 
     Raises UserError if the file cannot be written.
     """
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, writing(path):
         warnings.simplefilter("always")
-        try:
-            figure.savefig(path, dpi=160)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
+        figure.savefig(path, dpi=160)
     if path.endswith(".png") and any("missing from" in str(each.message) for each in caught):
         _log.warning("%s: the font lacks some characters, which an .svg would show", path)
 
