@@ -26,6 +26,7 @@ def embedding() -> None:
     table, ids = normal(30, 512) * 512**-0.5, np.array([21, 13, 4])
     one_hot = np.eye(30, dtype=np.float32)[ids]
     print("one-hot rows times the table are a look-up:", np.allclose(one_hot @ table, table[ids]))
+    print(f"  any two one-hot words are {np.linalg.norm(one_hot[0] - one_hot[1]):.2f} apart")
     scaled = table[ids] * 512**0.5
     print(f"  a row has length {jnp.linalg.norm(table[ids[0]]):.2f}, a position ", end="")
     print(f"{np.linalg.norm(sinusoidal_positions(9, 512)[5]):.2f}: times sqrt(512) = ", end="")

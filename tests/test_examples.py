@@ -73,11 +73,24 @@ def test_every_file_that_figure_1_names_is_there():
     assert [name for name in named if not (ROOT / "flaxformer_min" / name).is_file()] == []
 
 
-def test_every_file_that_the_readme_names_is_there():
-    named = set(re.findall(r"`([a-z_]+/[a-z_0-9/]+\.py)", README))
+@pytest.mark.parametrize("document", ["README.md", "docs/where_to_see_it.md"])
+def test_every_file_that_a_document_names_is_there(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = set(re.findall(r"`(?:python )?([a-z_]+/[a-z_0-9/]+\.py)", text))
     assert len(named) >= 10
     homes = [ROOT, ROOT / "flaxformer_min"]
     assert [name for name in named if not any((home / name).is_file() for home in homes)] == []
+    linked = [name for name in re.findall(r"\]\(([^)#:]+)\)", text) if name != "LICENSE"]
+    folder = (ROOT / document).parent
+    assert linked and [name for name in linked if not (folder / name).exists()] == []
+
+
+def test_every_verb_and_example_has_its_place_where_a_reader_looks_for_it():
+    text = (ROOT / "docs" / "where_to_see_it.md").read_text(encoding="utf-8")
+    for verb in ("trace", "summary", "neighbours", "encode", "plot", "page"):
+        assert f"{verb} DIR" in text or f"`{verb} " in text, verb
+    examples = {path.name for path in (ROOT / "examples").glob("*.py")} - {"run_stablehlo.py"}
+    assert [name for name in examples if f"python examples/{name}" not in text] == []
 
 
 def test_the_readme_is_read_in_one_sitting():

@@ -7,7 +7,7 @@ V vocabulary.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def write_npz(path: str, arrays: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
+def writing(path: str) -> Generator[None]:
     """Raises UserError naming the file if what is done inside cannot write it."""
     try:
         yield
