@@ -35,8 +35,16 @@ from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import count_parameters, split_model
 from flaxformer_min.model.masks import causal_mask, padding_mask
-from flaxformer_min.see.float16 import to_float16
-from flaxformer_min.see.page import PARTS, WORKER, choose_examples, join, make_page, read, script
+from flaxformer_min.see.page import (
+    PARTS,
+    WORKER,
+    choose_examples,
+    join,
+    make_page,
+    read,
+    script,
+    to_float16,
+)
 from flaxformer_min.see.pieces import describe_tokenizer
 from tools.browser import Browser, find_browser
 
