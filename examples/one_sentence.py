@@ -92,9 +92,10 @@ def main(folder: str, text: str) -> None:
     _, length, width = memory.shape
     print(f"C, the memory: S = {length}, D = {width}; times sqrt(D) = {width**0.5:.2f}")
     written, total = [tokenizer.bos_id], 0.0
+    next_logits = jax.jit(decode, static_argnums=4)  # compiled for each length
     most = length + translator.config.decode.max_length_offset
     while written[-1] != tokenizer.eos_id and len(written) <= most:
-        logits = decode(params, jnp.array([written]), memory, source_mask, count)
+        logits = next_logits(params, jnp.array([written]), memory, source_mask, count)
         log_probs = jax.nn.log_softmax(logits[0, -1])
         likely = [i for i in np.argsort(-log_probs) if i not in tokenizer.never_generated][:3]
         chances = zip(tokenizer.pieces(likely), np.exp(log_probs[np.array(likely)]), strict=True)

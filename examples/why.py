@@ -76,7 +76,7 @@ def two_jobs() -> None:
 
 def widening() -> None:
     """How much of x a linear map can read back from max(0, x W), with F = D and with F = 4 D."""
-    x = normal(8_000, 64)
+    x = normal(2_000, 64)
     for width in (64, 256):
         hidden = jax.nn.relu(x @ normal(64, width))
         known = jnp.hstack([hidden, jnp.ones((len(x), 1))])

@@ -173,6 +173,22 @@ def test_pre_norm_learns_with_a_rate_at_which_post_norm_does_not_begin(small, ca
         assert max(last, held_out) < 0.85 * first
 
 
+@pytest.mark.run
+def test_a_pre_norm_sublayer_reads_its_normed_input_and_adds_to_what_was_not_normed():
+    pre_norm, draw = importlib.import_module("pre_norm"), np.random.default_rng(7)
+    x = draw.standard_normal((1, 5, 26)) * 3 + 1
+    unit = reference.Norm(np.ones(26), np.zeros(26))
+    found = pre_norm.PreNorm(SMALL)(jnp.asarray(x, jnp.float32), lambda y: 2 * y, None)
+    np.testing.assert_allclose(found[0], x[0] + 2 * reference.layer_norm(unit, x[0]), atol=1e-5)
+    model = pre_norm.PreNormTransformer(SMALL, 31, rngs=nnx.Rngs(1))
+    ids = jnp.array([[5, 7, 30, 3]])
+    memory = model.encode(ids, padding_mask(ids))
+    states = model.decode_states(ids, memory, causal_mask(4), padding_mask(ids))
+    for normed in (memory, states):  # behind each stack stands one more norm
+        np.testing.assert_allclose(normed.mean(-1), 0, atol=1e-5)
+        np.testing.assert_allclose(normed.var(-1), 1, atol=1e-3)
+
+
 def reference_of(model, config: ModelConfig) -> reference.Weights:
     """A single stack's weights under the reference's names."""
     params = nnx.to_pure_dict(nnx.state(model))
@@ -180,6 +196,7 @@ def reference_of(model, config: ModelConfig) -> reference.Weights:
     return tiny_model.reference_weights(whole, config)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("kind", ["GPT", "BERT"])
 def test_a_single_stack_computes_what_numpy_computes_under_either_mask(small, kind):
     model = small.Stack(SMALL, 31, rngs=nnx.Rngs(3))
@@ -218,6 +235,7 @@ def modern_logits(params, ids: np.ndarray) -> np.ndarray:
     return x @ params["embedding"].T
 
 
+@pytest.mark.run
 def test_a_modern_stack_computes_what_numpy_computes(small):
     modern_block = importlib.import_module("modern_block")
     model = modern_block.ModernStack(31, modern_block.PARTS)
@@ -247,6 +265,7 @@ def test_pairs_are_packed_whole_and_continued_token_by_token(small, monkeypatch)
     assert found == tokenizer.decode(ids[prompt:])
 
 
+@pytest.mark.run
 def test_neither_marks_nor_padding_are_hidden_and_the_loss_counts_what_is(small):
     encoder_only = importlib.import_module("encoder_only")
     rows = np.tile(np.array([[2, 4, 5, 6, 3, 7, 8, 3, 0, 0]]), (200, 1))

@@ -408,6 +408,14 @@ def test_the_sizes_of_base_and_big_are_those_of_the_package(model):
     assert sum(int(n.replace(",", "")) for n in re.findall(r" ([\d,]*\d)", parts)) == total
 
 
+def test_the_page_keeps_to_its_budget_of_lines():
+    lines = "".join(read(path.name) for path in PARTS.glob("*.js")).splitlines()
+    code = [line for line in map(str.strip, lines) if line]
+    comments = sum(line.startswith(("//", "/**", "*")) for line in code)
+    assert comments > 60
+    assert 800 < len(code) - comments <= 900
+
+
 def test_an_installed_package_has_the_files_of_the_page():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["flaxformer_min"]
