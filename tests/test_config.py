@@ -56,6 +56,7 @@ OTHER_VALUES = {
     "data.validation": ("c.en", "c.de"),
     "data.test": ("c.en", "c.de"),
     "data.errors": "replace",
+    "data.cache": "cache",
     "data.tokenizer": "spm.model",
     "model.num_decoder_layers": 2,
     "model.activation": "swish",
@@ -318,7 +319,7 @@ def test_tfds_takes_any_number_of_splits() -> None:
 
 FREE = {
     *("model.attention", "model.remat", "model.scan_layers"),
-    *("data.dir", "data.train", "data.validation", "data.test", "data.tokenizer"),
+    *("data.dir", "data.train", "data.validation", "data.test", "data.tokenizer", "data.cache"),
     *("data.errors", "train.steps", "train.evaluate_every", "train.checkpoint_every"),
     *("train.keep_last", "train.keep_best", "train.patience", "train.initialize_from"),
     *(key for key in FIELD_TYPES if key.startswith(("mesh.", "decode."))),
