@@ -446,7 +446,8 @@ def test_every_misspelt_field_leads_to_the_right_one(write) -> None:
     ("names", "meant"),
     [
         ("lr learning-rate train.lr", "did you mean --optimizer.peak_learning_rate?"),
-        ("batch_size", "did you mean --data.tokens_per_batch?"),
+        ("batch_size", "a batch is counted in tokens: --data.tokens_per_batch"),
+        ("seed", "did you mean --train.seed?"),
         ("epochs num-train-epochs", "a run is counted in steps: --train.steps"),
         ("max_steps steps train_steps", "did you mean --train.steps?"),
         ("hidden_size d_model model.dim", "did you mean --model.d_model?"),

@@ -30,13 +30,14 @@ def test_a_line_has_count_rate_and_time_left_and_the_last_one_comes_at_the_end(c
             clock[0] = 100 + seconds
             meter.update(count)
     assert capsys.readouterr().err.splitlines() == [
+        "translating: 3,000 lines",
         "translating: 1,500 of 3,000 lines, 1,000 a second, 00:01 left",
         "translating: 2,990 of 3,000 lines, 50 a second, 00:00 left",
         "translating: 3,000 of 3,000 lines, 49 a second, 00:00 left",
     ]
 
 
-def test_a_slow_rate_has_a_decimal_and_a_short_task_no_line(clock, capsys):
+def test_a_slow_rate_has_a_decimal_and_a_short_task_one_line(clock, capsys):
     with Meter("translating", 7, "lines") as meter:
         clock[0] += 2
         meter.update(3)
@@ -45,5 +46,6 @@ def test_a_slow_rate_has_a_decimal_and_a_short_task_no_line(clock, capsys):
     with Meter("translating", 7, "lines", plain=False) as meter:
         clock[0] += 2
         meter.update(3)
-    said = capsys.readouterr().err
-    assert said == "translating: 3 of 7 lines, 1.5 a second, 00:02 left\n"
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == third == "translating: 7 lines"
+    assert second == "translating: 3 of 7 lines, 1.5 a second, 00:02 left"

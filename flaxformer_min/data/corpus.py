@@ -234,9 +234,8 @@ def _new_report() -> dict[str, Any]:
 
 def _batches(source: PairSource) -> Iterator[list[tuple[str, str]]]:
     """Yields the pairs in lists and shows how far it is."""
-    say(f"encoding {source.name}: {source.size} pairs")
     pairs = source.pairs()
-    with Meter("encoding", source.size, "pairs") as meter:
+    with Meter(f"encoding {source.name}", source.size, "pairs") as meter:
         while batch := list(itertools.islice(pairs, PAIRS_AT_ONCE)):
             yield batch
             meter.update(len(batch))

@@ -11,6 +11,7 @@ from flaxformer_min.data.lines import is_blank
 from flaxformer_min.data.tokenizer import nfc
 from flaxformer_min.decoding.bleu import bleu_metric, bleu_record
 from flaxformer_min.decoding.options import IN_CONFIG, Options
+from flaxformer_min.decoding.texts import checked_pairs
 from flaxformer_min.decoding.translator import DEFAULT, Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.meter import Meter
@@ -41,7 +42,7 @@ def translations(
     if not pairs:
         raise UserError("no lines to evaluate: give --source and --reference, with lines in them")
     bleu_metric(translator.config)  # a package that it lacks is told before anything is translated
-    sources = [source for source, _ in pairs]
+    sources, _ = checked_pairs(pairs)
     count = sum(not is_blank(source) for source in sources)
     with Meter("translating", count, "lines") as meter:
         return [found.text for found in translator.translate(sources, options, tell=meter.update)]

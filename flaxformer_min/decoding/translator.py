@@ -38,8 +38,14 @@ from flaxformer_min.decoding.sentences import (
     encode_sentences,
     pad_sentences,
 )
-from flaxformer_min.decoding.texts import checked_pairs, checked_prefixes, checked_texts
-from flaxformer_min.errors import UserError, local_path
+from flaxformer_min.decoding.texts import (
+    checked_pairs,
+    checked_path,
+    checked_prefixes,
+    checked_texts,
+    shown,
+)
+from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.system.devices import refuse_forked
@@ -132,11 +138,13 @@ class Translator:
 
         Further directories make an ensemble. JAX keeps compiled programs as
         `system.devices.keep_programs` says. Raises UserError if their tokenizers differ, and
-        UserError and CheckpointError for the reasons of `load_for_inference`, and ValueError for
-        an empty path or a URL.
+        UserError and CheckpointError for the reasons of `load_for_inference`, ValueError for
+        an empty path or a URL, and TypeError for what is no path or no step.
         """
+        if step not in (None, "best") and type(step) is not int:
+            raise TypeError(f"step is {shown(step)}: it must be a whole number, 'best' or None")
+        paths = [checked_path(path, "directory") for path in (directory, *others)]
         start_devices()
-        paths = [local_path(str(path)) for path in (directory, *others)]
         first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:
@@ -196,7 +204,12 @@ class Translator:
         return translations
 
     def settings(self, options: Options) -> Options:
-        """Returns complete options; raises UserError if this model cannot follow them."""
+        """Returns complete options; raises UserError if this model cannot follow them.
+
+        What is no Options is a TypeError.
+        """
+        if not isinstance(options, Options):
+            raise TypeError(f"options is {shown(options)}: it must be Options(beam_size=4), say")
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")

@@ -37,8 +37,9 @@ class Pace:
 class Meter:
     """The progress of a task of `total` units, such as "lines"; a context.
 
-    Where there is no terminal it prints lines as a `Pace` says, with rate and time left, and one at
-    the end if there was one before. `plain` False leaves the lines out, and `bar` False the bar.
+    Where there is no terminal it prints a line at the start, lines with rate and time left as a
+    `Pace` says, and one at the end if there was such a line before. `plain` False leaves the lines
+    out, and `bar` False the bar.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Meter:
         self._pace = Pace()
 
     def __enter__(self) -> "Meter":
+        if self._plain:
+            say(f"{self._task}: {self._total:,} {self._unit}")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -179,7 +179,7 @@ class MetricsLog(QuietLog):
             self._say_progress(step, text)
 
     def _say_progress(self, step: int, text: str) -> None:
-        """Prints a line at the first step, which is slow because XLA compiles, and when it is due."""
+        """Prints a line at the first step, for which XLA compiles, and whenever one is due."""
         first, steps = self._first, self._steps
         if first is None:
             self._first, self._pace = step, Pace()
