@@ -633,7 +633,7 @@ def _add_evaluate_flags(parser: _Parser) -> None:
         "--against",
         type=_path,
         metavar="DIR|FILE",
-        help="compare, by paired bootstrap, with another model or with a file of translations",
+        help="compare, by paired bootstrap, with a model's newest checkpoint or a file of translations",
     )
 
 

@@ -158,10 +158,11 @@ def test_chrf_ter_and_the_paired_bootstrap_are_those_of_sacrebleus_own_command(t
         line = next(line.strip() for line in alone.splitlines() if f"{name}|" in line)
         assert line.startswith(f"{name}|{shown['signature']} = {shown['score']:.2f}")
     together = said(ref, "-i", *systems, "--paired-bs")
+    rows = {name: next(r for r in together.splitlines() if f"{name} │" in r) for name in systems}
     for found in paired_bootstrap(config, good, bad, references).values():
-        for side in (found, found["baseline"]):
-            row = f"{side['score']:.2f} ({side['mean']:.2f} ± {side['interval']:.2f})"
-            assert row in together
+        for name, side in zip(systems, (found["baseline"], found), strict=True):
+            cell = f"{side['score']:.2f} ({side['mean']:.2f} ± {side['interval']:.2f})"
+            assert cell in rows[name]
         assert f"(p = {found['p_value']:.4f})" in together and found["signature"] in together
         assert found["score"] != found["baseline"]["score"]
 

