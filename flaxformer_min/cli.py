@@ -280,30 +280,29 @@ def evaluate(options: argparse.Namespace, _: list[str]) -> None:
     """Translates SOURCE, or the config's test split; writes BLEU, chrF and TER as JSON."""
     from flaxformer_min.data.lines import read_lines
     from flaxformer_min.data.sources import read_pairs
-    from flaxformer_min.decoding import evaluate as measures
+    from flaxformer_min.decoding.evaluate import evaluate as evaluate_pairs
+    from flaxformer_min.decoding.evaluate import rounded
     from flaxformer_min.decoding.translator import Translator
 
     if (options.source is None) != (options.reference is None):
         raise UserError("--source and --reference belong together: give both or neither")
     pairs = list(_pairs(options.source, options.reference)) if options.source else None
-    against, search = options.against, _search_options(options)
-    baseline = list(read_lines(against)) if against and not Path(against).is_dir() else None
+    against = options.against
+    if against is not None and not Path(against).is_dir():
+        against = list(read_lines(against))
     translator = Translator.load(*options.dir, step=options.step)
     if pairs is None:
         data = translator.config.data
         pairs = list(read_pairs(data, data.test))
-    if baseline is not None and len(baseline) != len(pairs):
-        raise UserError(f"{against} has {len(baseline)} lines but {len(pairs)} are translated")
-    references = [reference for _, reference in pairs]
+    if isinstance(against, list) and len(against) != len(pairs):
+        text = f"{options.against} has {len(against)} lines but {len(pairs)} are translated"
+        raise UserError(text)
+    baseline = Translator.load(against) if isinstance(against, str) else against
     with _memory(LESS_SEARCH):
-        texts = measures.translations(translator, pairs, search)
-        record = measures.measure(translator, texts, references, search)
-        if against is not None:
-            if baseline is None:
-                baseline = measures.translations(Translator.load(against), pairs, search)
-            found = measures.paired_bootstrap(translator.config, texts, baseline, references)
-            record["against"] = {"system": against, **found}
-    print(json.dumps(measures.rounded(record), indent=2))
+        record = evaluate_pairs(translator, pairs, _search_options(options), against=baseline)
+    if against is not None:
+        record["against"] = {"system": options.against, **record["against"]}
+    print(json.dumps(rounded(record), indent=2))
 
 
 def average(options: argparse.Namespace, _: list[str]) -> None:
@@ -633,7 +632,7 @@ def _add_evaluate_flags(parser: _Parser) -> None:
         "--against",
         type=_path,
         metavar="DIR|FILE",
-        help="compare, by paired bootstrap, with a model's newest checkpoint or a file of translations",
+        help="a baseline: another model, or a file of translations; by paired bootstrap",
     )
 
 

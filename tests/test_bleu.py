@@ -12,7 +12,7 @@ import sacrebleu
 
 from flaxformer_min.config import Config, DecodeConfig
 from flaxformer_min.decoding.bleu import bleu_metric, bleu_record
-from flaxformer_min.decoding.evaluate import evaluate, measure, paired_bootstrap, rounded
+from flaxformer_min.decoding.evaluate import evaluate, paired_bootstrap, rounded
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import DEFAULT, EMPTY, Translator
 from flaxformer_min.errors import UserError
@@ -101,15 +101,16 @@ def test_texts_that_look_the_same_are_the_same(tiny):
 
 
 class Upper(Translator):
-    """A translator that upper-cases."""
+    """A translator that upper-cases, or says what it is told to say."""
 
-    def __init__(self, config: Config):
-        self.config, self.step = changed(config, "decode", beam_size=2), 30
+    def __init__(self, config: Config, texts: list[str] | None = None):
+        self.config, self.step, self.texts = changed(config, "decode", beam_size=2), 30, texts
 
     def translate(self, lines, options=DEFAULT, *, tell):
         self.options = options
         tell(len(lines))
-        return [dataclasses.replace(EMPTY, text=line.upper()) for line in lines]
+        texts = self.texts or [line.upper() for line in lines]
+        return [dataclasses.replace(EMPTY, text=text) for text in texts]
 
 
 def test_evaluate_translates_the_sources_and_records_how(tiny):
@@ -144,7 +145,7 @@ def test_chrf_ter_and_the_paired_bootstrap_are_those_of_sacrebleus_own_command(t
         for keep in (0.9, 0.8)
     )
     config = changed(tiny, "decode", bleu_tokenize="13a")
-    record = measure(Upper(config), good, references)
+    record = evaluate(Upper(config, good), [("x", reference) for reference in references])
     files = {"ref": references, "bad": bad, "good": good}
     ref, *systems = (written(tmp_path / name, lines) for name, lines in files.items())
     flags = ["-m", "bleu", "chrf", "ter", "-w", "2", "-f", "text"]
@@ -165,6 +166,18 @@ def test_chrf_ter_and_the_paired_bootstrap_are_those_of_sacrebleus_own_command(t
             assert cell in rows[name]
         assert f"(p = {found['p_value']:.4f})" in together and found["signature"] in together
         assert found["score"] != found["baseline"]["score"]
+
+
+def test_a_baseline_is_another_translator_or_its_translations(tiny):
+    pairs = [("a b", "A B"), ("c d", "C D"), ("e f", "E G")]
+    other = ["A X", "C D", "E F"]
+    found = [evaluate(Upper(tiny), pairs, against=each) for each in (other, Upper(tiny, other))]
+    assert found[0] == found[1]
+    assert found[0]["against"] == paired_bootstrap(
+        Upper(tiny).config, ["A B", "C D", "E F"], other, [reference for _, reference in pairs]
+    )
+    with pytest.raises(ValueError, match="against has 1 lines for 3 pairs"):
+        evaluate(Upper(tiny), pairs, against=["A B"])
 
 
 def test_a_record_is_shown_with_two_decimals_and_its_settings_as_they_are():

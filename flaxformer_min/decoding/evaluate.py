@@ -21,50 +21,43 @@ SHARES = ("brevity_penalty", "p_value")  # figures between 0 and 1; all others a
 
 
 def evaluate(
-    translator: Translator, pairs: Sequence[tuple[str, str]], options: Options = DEFAULT
+    translator: Translator,
+    pairs: Sequence[tuple[str, str]],
+    options: Options = DEFAULT,
+    *,
+    against: Translator | Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Translates the sources of (source, reference) pairs and returns the record of `measure`.
+    """Translates the sources of (source, reference) pairs, tells how far it is, and measures.
+
+    Returns the BLEU record of `bleu_record`, which has "chrf" and "ter" too, each with score and
+    signature. `against` is a baseline, another translator or its translations; the record then has
+    "against", what `paired_bootstrap` finds.
 
     Raises UserError if there are no pairs, and for the reasons of `bleu_metric` and
-    `Translator.translate`.
-    """
-    texts = translations(translator, pairs, options)
-    return measure(translator, texts, [reference for _, reference in pairs], options)
-
-
-def translations(
-    translator: Translator, pairs: Sequence[tuple[str, str]], options: Options = DEFAULT
-) -> list[str]:
-    """Returns the translations of the pairs' sources, in order, and tells how far it is.
-
-    Raises UserError if there are no pairs, and for the reasons of `evaluate`.
+    `Translator.translate`; ValueError for more or fewer translations of the baseline than pairs.
     """
     if not pairs:
         raise UserError("no lines to evaluate: give --source and --reference, with lines in them")
-    bleu_metric(translator.config)  # a package that it lacks is told before anything is translated
-    sources, _ = checked_pairs(pairs)
-    count = sum(not is_blank(source) for source in sources)
-    with Meter("translating", count, "lines") as meter:
-        return [found.text for found in translator.translate(sources, options, tell=meter.update)]
-
-
-def measure(
-    translator: Translator,
-    texts: Sequence[str],
-    references: Sequence[str],
-    options: Options = DEFAULT,
-) -> dict[str, Any]:
-    """Returns the BLEU record of translations that the translator made by these options.
-
-    It is that of `bleu_record`, and has "chrf" and "ter" too, each with score and signature.
-    """
-    decode = options.over(translator.config.decode)
-    bleu = bleu_metric(translator.config)
-    record = bleu_record(bleu, texts, references, decode, translator.step)
+    bleu = bleu_metric(translator.config)  # a package that it lacks is told before translating
+    sources, references = checked_pairs(pairs)
+    if not isinstance(against, Translator | None) and len(against) != len(pairs):
+        raise ValueError(f"against has {len(against)} lines for {len(pairs)} pairs")
+    texts, decode = _translated(translator, sources, options), translator.config.decode
+    record = bleu_record(bleu, texts, references, options.over(decode), translator.step)
     for name, metric in (("chrf", sacrebleu.CHRF()), ("ter", sacrebleu.TER())):
         score = metric.corpus_score(list(map(nfc, texts)), [list(map(nfc, references))]).score
         record[name] = {"score": score, "signature": metric.get_signature().format()}
+    if isinstance(against, Translator):
+        against = _translated(against, sources, options)
+    if against is not None:
+        record["against"] = paired_bootstrap(translator.config, texts, against, references)
     return record
+
+
+def _translated(translator: Translator, sources: Sequence[str], options: Options) -> list[str]:
+    count = sum(not is_blank(source) for source in sources)
+    with Meter("translating", count, "lines") as meter:
+        return [found.text for found in translator.translate(sources, options, tell=meter.update)]
 
 
 def paired_bootstrap(
