@@ -53,7 +53,7 @@ _OTHER_NAMES = {
     "optimizer.beta2": "adam_beta2",
     "train.steps": "max_steps num_steps num_train_steps train_steps total_steps max_updates "
     "max_update iterations iters n_iters",
-    "train.seed": "seed random_seed",
+    "--train.seed draws weights and dropout, --data.seed the order of the text": "seed random_seed",
     "train.label_smoothing": "smoothing label_smoothing_factor",
     "train.evaluate_every": "eval_every eval_steps eval_interval eval_freq val_every valid_freq",
     "train.checkpoint_every": "save_every save_steps save_interval save_freq checkpoint_freq",
@@ -165,10 +165,17 @@ def _users_code(path: Path) -> Generator[None]:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # also exit(0), which would end a start as if all were done
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}{_hint(error)}"
         raise UserError(f"{path}{_line_of(error, path)}: {reason}") from error
     finally:
         sys.path[:] = before
+
+
+def _hint(error: BaseException) -> str:
+    """Says which field was meant by a name that no section has, as in ModelConfig(hidden=9)."""
+    pattern = r"(?:\w+Config\.__init__\(\) )?got an unexpected keyword argument '(\w+)'"
+    wrong = re.match(pattern, str(error))
+    return f"; {_meant(wrong[1])}".replace("--", "") if wrong else ""
 
 
 def _line_of(error: BaseException, path: Path) -> str:
