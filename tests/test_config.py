@@ -541,7 +541,11 @@ def test_an_argument_chooses_a_variant(write) -> None:
         ("import no_such_module", "", "recipe.py:1: ModuleNotFoundError: No module named"),
         ("def get_config(:", "", "recipe.py:1: SyntaxError: invalid syntax"),
         (FILE.replace("vocab_size", "vocabulary"), "", "recipe.py:5: TypeError"),
-        (FILE.replace("vocab_size", "vocab"), "", "'vocab'; did you mean data.vocab_size?"),
+        (
+            FILE.replace("vocab_size", "vocab=3, vocab_size"),
+            "",
+            "'vocab'; did you mean data.vocab_size?",
+        ),
         (FILE.replace("dropout", "hidden_size"), "", "size'; did you mean model.d_model?"),
         ("raise SystemExit(0)", "", "recipe.py:1: SystemExit: 0"),
         ("def get_config():\n    exit('no')", "", "recipe.py:2: SystemExit: no"),
