@@ -240,7 +240,7 @@ def test_a_sweep_encodes_its_text_once_even_if_its_runs_start_at_once(
     told = capfd.readouterr().err
     assert len(re.findall(r"^encoding .*: \d+ pairs$", told, re.MULTILINE)) == 2
     assert told.count("training the tokenizer") == 1
-    assert told.count(f"{tmp_path}/cache: encoded text, for all runs on it (data.cache)") == 4
+    assert told.count(f"{tmp_path}/cache: encoded text, shared by all runs (data.cache)") == 4
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
     shutil.rmtree(tmp_path / "cache")  # a workdir is whole without it
     fake_checkpoint(tmp_path / "3")

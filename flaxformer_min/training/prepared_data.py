@@ -70,7 +70,8 @@ def _prepare(config: Config, workdir: Path) -> dict[str, str]:
         raise UserError(f"data.train: {workdir} was trained on other text; use a new --workdir")
     _, validation = prepare_split(data, data.validation, tokenizer, cache, keep_all=True)
     _warn_of_overlap(train["sources"], validation["sources"])
-    say(f"{cache}: encoded text, for all runs on it (data.cache)")
+    shared = "of this run" if cache.parent == workdir else "shared by all runs"
+    say(f"{cache}: encoded text, {shared} (data.cache)")
     report = {"tokenizer": tokenizer.sha256, "train": train, "validation": validation}
     replace_file(workdir / CORPUS, (json.dumps(report, indent=2) + "\n").encode())
     return {"cache": str(cache), **read_digests(workdir)}
