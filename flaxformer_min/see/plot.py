@@ -4,9 +4,7 @@ Blue and copper mean plus and minus; both, and the colours of curves, can be tol
 who see few colours. A hatched cell is masked.
 """
 
-import json
 import logging
-import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
 from flaxformer_min.see.record import Trace, writing
+from flaxformer_min.see.runs import read_metrics, series
 from flaxformer_min.training.optimizer import warmup_inverse_sqrt
 
 try:
@@ -127,11 +126,13 @@ def curves(workdirs: Sequence[str]) -> Figure:
     figure = Figure((9, 4.5))
     left, right = figure.subplots(1, 2, sharex=True)
     for n, workdir in enumerate(workdirs):
-        name, rows = Path(workdir).name, _metrics(Path(workdir) / "metrics.jsonl")
+        name, rows = Path(workdir).absolute().name, read_metrics(Path(workdir))
         style, measured = _line(n), _line(n) | {"marker": "o"}
-        left.plot(*_series(rows, "loss"), **style, alpha=0.6, label=f"{name}, training")
-        left.plot(*_series(rows, "validation_loss"), **measured, label=f"{name}, validation")
-        right.plot(*_series(rows, "bleu"), **measured, label=name)
+        left.plot(*series(rows, "train", "loss"), **style, alpha=0.6, label=f"{name}, training")
+        left.plot(
+            *series(rows, "validation", "validation_loss"), **measured, label=f"{name}, validation"
+        )
+        right.plot(*series(rows, "validation", "bleu"), **measured, label=name)
     left.set(title="Loss (training: with label smoothing)", ylabel="nats per target token")
     right.set(title="Validation BLEU", ylabel="BLEU")
     for axes in (left, right):
@@ -219,20 +220,3 @@ def _chosen(flag: str, number: int | None, count: int) -> list[int]:
     if number is not None and number > count:
         raise UserError(f"{flag} {number}: the model has {count}, counted from 1")
     return list(range(count)) if number is None else [number - 1]
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl."""
-    try:
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except OSError:
-        raise UserError(f"{path}: no such file; give the workdir of a run") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not a log of this program ({error})") from None
-
-
-def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Returns steps and values of one metric; a value that is not finite leaves a gap."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    values = [value["score"] if name == "bleu" else value for _, value in found]
-    return [step for step, _ in found], [math.nan if v is None else v for v in values]
