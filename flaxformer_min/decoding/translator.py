@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.decoding.batches import LINES_PER_ROW, Planned, plan_batches, show_progress
+from flaxformer_min.decoding.batches import LINES_PER_ROW, Planned, plan_batches
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import Pairs, on_devices, score_batch, search_batch
 from flaxformer_min.decoding.search import Hypotheses
@@ -38,12 +38,19 @@ from flaxformer_min.decoding.sentences import (
     encode_sentences,
     pad_sentences,
 )
-from flaxformer_min.decoding.texts import checked_pairs, checked_prefixes, checked_texts
-from flaxformer_min.errors import UserError, local_path
+from flaxformer_min.decoding.texts import (
+    checked_pairs,
+    checked_path,
+    checked_prefixes,
+    checked_texts,
+    shown,
+)
+from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.system.devices import refuse_forked
 from flaxformer_min.system.devices import start as start_devices
+from flaxformer_min.system.meter import Meter
 from flaxformer_min.system.threads import map_ahead
 
 # One batch is too small to keep the cores of a CPU busy, so several are computed at once.
@@ -131,11 +138,13 @@ class Translator:
 
         Further directories make an ensemble. JAX keeps compiled programs as
         `system.devices.keep_programs` says. Raises UserError if their tokenizers differ, and
-        UserError and CheckpointError for the reasons of `load_for_inference`, and ValueError for
-        an empty path or a URL.
+        UserError and CheckpointError for the reasons of `load_for_inference`, ValueError for
+        an empty path or a URL, and TypeError for what is no path or no step.
         """
+        if step not in (None, "best") and type(step) is not int:
+            raise TypeError(f"step is {shown(step)}: it must be a whole number, 'best' or None")
+        paths = [checked_path(path, "directory") for path in (directory, *others)]
         start_devices()
-        paths = [local_path(str(path)) for path in (directory, *others)]
         first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:
@@ -166,6 +175,7 @@ class Translator:
         prefixes: Sequence[str] | None = None,
         first_line: int = 1,
         long_lines: LongLines | None = None,
+        tell: Callable[[int], object] | None = None,
     ) -> list[Translation]:
         """Returns one Translation for each line, in order.
 
@@ -175,20 +185,31 @@ class Translator:
         longer than those that the model was trained on. A caller that translates in several calls
         may count over all of them by `long_lines`. The translation of lines[n] begins with
         prefixes[n], if that is not blank; the prefix counts in the score and towards the length.
+        `tell` is called with the number of lines of each batch that is done; without it a terminal
+        shows a bar.
+
         Raises UserError for options that are out of range or contradict each other, and for
         attention weights of an ensemble; TypeError for a bare string and for what is no string;
         ValueError for more or fewer prefixes than lines.
         """
-        translations = [EMPTY] * len(lines)
-        for batch in self.decode(
+        batches = self.decode(
             lines, options, prefixes=prefixes, first_line=first_line, long_lines=long_lines
-        ):
-            for place, translation in batch:
-                translations[place] = translation
+        )
+        translations = [EMPTY] * len(lines)
+        with Meter("translating", len(lines), "lines", plain=False, bar=tell is None) as meter:
+            for batch in batches:
+                for place, translation in batch:
+                    translations[place] = translation
+                (tell or meter.update)(len(batch))
         return translations
 
     def settings(self, options: Options) -> Options:
-        """Returns complete options; raises UserError if this model cannot follow them."""
+        """Returns complete options; raises UserError if this model cannot follow them.
+
+        What is no Options is a TypeError.
+        """
+        if not isinstance(options, Options):
+            raise TypeError(f"options is {shown(options)}: it must be Options(beam_size=4), say")
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
@@ -279,10 +300,7 @@ class Translator:
         return LongLines(self._longest, self.config.data.max_length)
 
     def _batches(self, lengths: Sequence[int], lines_per_row: int = 1) -> Iterator[Planned]:
-        batches = plan_batches(
-            lengths, self._longest, self._devices, lines_per_row, BATCHES_AT_ONCE
-        )
-        return show_progress(batches, len(lengths))
+        return plan_batches(lengths, self._longest, self._devices, lines_per_row, BATCHES_AT_ONCE)
 
     def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:
         """Returns the weights by rank: those of every sentence's best hypothesis come first."""
