@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from flaxformer_min.planning import hlo
+from flaxformer_min.planning.parts import part_of
 from flaxformer_min.training.sharding import make_mesh
 from tools import tiny_config
 
@@ -199,6 +200,55 @@ def test_estimates_of_a_computation_that_nothing_calls_are_an_error():
         hlo.read(program("copy(%p)", lost))
     with pytest.raises(AssertionError, match="lost has estimates, but nothing calls it"):
         hlo.read(program("new-kind-of-call(%p), runs=%lost", lost))
+
+
+GRADIENT, UPDATE = "jit(train_step)/jvp(jit(one))/", "jit(train_step)/cond/branch_1_fun/"
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "source", "part"),
+    [
+        ({"fusion", "dot", "add"}, GRADIENT + "dot_general", "products"),
+        ({"fusion", "convolution", "copy"}, "", "products"),
+        ({"convolution"}, "jit(train_step)/jvp()/shard_map/dot_general", "products"),
+        ({"fusion", "rng-bit-generator"}, GRADIENT + "add", "random bits"),
+        ({"fusion", "xor"}, GRADIENT + "jit(_threefry_split)/split/xor", "random bits"),
+        ({"copy"}, UPDATE + "add", "copies"),
+        ({"fusion", "transpose", "bitcast", "parameter"}, GRADIENT + "transpose", "copies"),
+        ({"fusion", "transpose", "add"}, GRADIENT + "add", "rest"),
+        ({"fusion", "bitcast"}, GRADIENT + "squeeze", "rest"),
+        ({"fusion", "exponential"}, "jit(train_step)/jvp()/shard_map/exp", "loss"),
+        ({"fusion", "sqrt"}, UPDATE + "sqrt", "optimizer"),
+        ({"reduce"}, "jit(train_step)/reduce_sum", "optimizer"),
+        ({"reduce"}, "jit(train_step)/transpose(jvp(jit(one)))/reduce_sum", "rest"),
+        ({"add"}, "", "rest"),
+    ],
+)
+def test_the_part_of_an_instruction_follows_from_what_it_holds_and_where_it_comes_from(
+    opcodes, source, part
+):
+    assert part_of(opcodes, source) == part
+
+
+def test_cycles_are_counted_by_part_in_what_is_called_and_repeated():
+    product = "  %dot = f32[2]{0} dot(%p, %p)\n"
+    fused = computation("fused", product)
+    body = computation("body", work(10), f"  %f = f32[2]{{0}} fusion(%p), calls=%fused{NOTE}\n")
+    trips = ', backend_config={"known_trip_count":{"n":"3"},"estimated_cycles":"7"}'
+    text = program(
+        f"while(%p), condition=%test, body=%body{trips}", fused, computation("test"), body
+    )
+    counted = {part: cycles for part, cycles in hlo.read(text).parts.items() if cycles}
+    assert counted == {"copies": 3 * 10, "products": 3 * 1000, "rest": 7}
+
+
+@pytest.mark.parametrize(
+    ("scope", "part"), [("/jvp()/shard_map/exp", "loss"), ("/cond/branch_1_fun/add", "optimizer")]
+)
+def test_a_fusion_without_an_estimate_hands_up_the_parts_of_what_it_holds(scope, part):
+    inside = f'  %x = f32[2]{{0}} add(%p, %p), metadata={{op_name="jit(a){scope}"}}{NOTE}\n'
+    text = program("fusion(%p), calls=%called", computation("called", inside, work(5)))
+    assert hlo.read(text).parts == {part: 1000, "copies": 5}
 
 
 def test_a_line_that_cannot_be_read_is_an_error():

@@ -17,6 +17,7 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.planning import plan
 from flaxformer_min.planning.chips import CHIPS, Chip
 from flaxformer_min.planning.hlo import Collective
+from flaxformer_min.planning.parts import PARTS
 from flaxformer_min.planning.report import MEMORY_KINDS, Plan, ShapePlan, to_json, to_text
 from flaxformer_min.training.sharding import make_mesh
 from flaxformer_min.training.step import StepProgram
@@ -118,8 +119,8 @@ def test_json_and_table_say_the_same(planned):
 
 
 def test_time_follows_from_cycles_and_from_the_bytes_exchanged(planned):
-    shape = dataclasses.replace(planned.shapes[0], compute_seconds=0.5, collective_seconds=1.5)
-    short = dataclasses.replace(shape, share=0.25, compute_seconds=0.0, collective_seconds=1.0)
+    shape = dataclasses.replace(planned.shapes[0], parts={"rest": 0.5}, collective_seconds=1.5)
+    short = dataclasses.replace(shape, share=0.25, parts={}, collective_seconds=1.0)
     long = dataclasses.replace(shape, share=0.75)
     timed = dataclasses.replace(planned, chip=CHIPS["v5e"], shapes=(short, long), steps=3600)
     assert timed.hours == 0.25 * 1 + 0.75 * 2
@@ -240,16 +241,22 @@ def made_by_hand() -> Plan:
         Collective("all-reduce", gib, 1, "b"),
         Collective("all-gather", gib // 4, 2, "c"),
     )
-    timed = ShapePlan(Bucket(8, 3, 5), 0.25, 9 * 10**12, "", memory, moved, 0.375, 0.125)
+    parts = {"products": 0.25, "copies": 0.0625, "rest": 0.0625}
+    timed = ShapePlan(Bucket(8, 3, 5), 0.25, 9 * 10**12, "", memory, moved, parts, 0.125)
     other = dataclasses.replace(timed, bucket=Bucket(4, 7, 11), share=0.75, collectives=())
     chip = Chip(memory=16.0 * gib, peak_flops=1e13, clock=1e9, interconnect=1e9)
     mesh = {"data": 3, "fsdp": 2, "tensor": 1}
     return Plan("v5e:2x3", chip, mesh, 12_345, 7200, (timed, other), "")
 
 
+def cells(lines: list[str]) -> list[list[str]]:
+    """The cells of all lines that belong to tables."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+
+
 def test_a_row_of_the_table_holds_what_was_planned():
     lines = to_text(made_by_hand()).splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    table = cells(lines)
     assert table[0][-6:] == [
         *("GiB a device", "TFLOP", "ms", "of it exchange", "utilisation", "target tokens/s"),
     ]
@@ -264,11 +271,31 @@ def test_a_row_of_the_table_holds_what_was_planned():
     ]
 
 
+def test_the_parts_of_a_step_add_up_to_the_whole_and_stand_with_what_would_help():
+    table = cells(to_text(made_by_hand()).splitlines())
+    assert table[4][:3] == ["part", "8 x 3 x 5", "4 x 7 x 11"]
+    rows = {row[0]: row[1:] for row in table[6:]}
+    *parts, whole, full = rows.items()
+    assert [name for name, _ in parts] == [*PARTS, "exchange"]
+    assert rows["products"][0] == "250.0" and rows["exchange"][0] == "125.0"
+    assert all(row[2] for _, row in parts)
+    assert whole[0] == "whole" and sum(float(row[0]) for _, row in parts) == float(whole[1][0])
+    assert whole[1][0] == "500.0"
+    assert full == ("(products at full rate)", ["150.0", "150.0", ""])  # 9e12 / (6 x 1e13)
+
+
+def test_where_the_compiler_estimates_no_time_there_is_no_table_of_parts():
+    made = made_by_hand()
+    shapes = [dataclasses.replace(shape, parts=None) for shape in made.shapes]
+    assert "what would help" not in to_text(dataclasses.replace(made, shapes=tuple(shapes)))
+
+
 def test_the_json_holds_the_same_numbers_unrounded():
     tree = json.loads(to_json(made_by_hand()))
     assert (tree["fits"], tree["hours"], tree["chip_hours"], tree["devices"]) == (True, 1.0, 6.0, 6)
     shape = tree["shapes"][0]
     assert (shape["seconds"], shape["utilisation"], shape["tokens_per_second"]) == (0.5, 0.3, 80.0)
+    assert shape["parts"]["copies"] == 0.0625 and shape["compute_seconds"] == 0.375
     assert shape["memory"]["optimizer"] == 2 * 2**30 and shape["collectives"][0]["trips"] == 3
 
 

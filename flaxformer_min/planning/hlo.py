@@ -17,11 +17,14 @@ those of the computations that they call both count. A small computation that ha
 called by an instruction with a note, because nothing says how often it runs.
 """
 
+import collections
 import dataclasses
 import math
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from flaxformer_min.planning.parts import part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,12 @@ class Program(NamedTuple):
     """One run of a compiled program, or of a part of it, on one device."""
 
     collectives: list[Collective]
-    cycles: int  # the compiler's estimate without collectives; 0 where it gives none
+    parts: dict[str, int]  # cycles by `parts.PARTS`: the compiler's estimate without collectives
+
+    @property
+    def cycles(self) -> int:
+        """The cycles of all parts; 0 where the compiler estimates none."""
+        return sum(self.parts.values())
 
 
 KINDS = (  # opcodes of collectives
@@ -118,18 +126,25 @@ class _Reader:
         inside = self._run_called(instruction)
         opcode, cycles = instruction.opcode, instruction.cycles
         if opcode in KINDS:
-            return Program([_collective(instruction, results)], 0)
+            return Program([_collective(instruction, results)], {})
         if opcode.removesuffix("-done") in KINDS:
-            return Program([], 0)
+            return Program([], {})
+        own = Program([], {part_of(self._opcodes(instruction), _source(instruction)): cycles})
         if opcode in CONTROL:
-            return Program(inside.collectives, cycles + inside.cycles)
+            return _sum([inside, own])
         assert cycles or opcode in RUN_ONCE or not inside.cycles, (
             f"{instruction.name} has no estimate and repeats {', '.join(instruction.called)}, "
             "which have: nothing says how often"
         )
         if opcode == "fusion":
             inside = _named_reduce_scatter(inside)
-        return Program(inside.collectives, cycles or inside.cycles)
+        return Program(inside.collectives, own.parts if cycles else inside.parts)
+
+    def _opcodes(self, instruction: _Instruction) -> set[str]:
+        """Returns the opcode of an instruction and those of all that its note covers."""
+        covered = [] if instruction.opcode in CONTROL else instruction.called
+        called = (line for name in covered for line in self.computations[name])
+        return {instruction.opcode}.union(*(self._opcodes(line) for line in called))
 
     def _run_called(self, instruction: _Instruction) -> Program:
         """Returns what one run of an instruction runs in the computations that it calls."""
@@ -179,13 +194,16 @@ def _sum(programs: Iterable[Program]) -> Program:
     for one in (one for program in programs for one in program.collectives):
         key = one.channel or -1 - len(found)
         found[key] = max(found.get(key, one), one, key=lambda one: one.bytes * one.trips)
-    return Program(list(found.values()), sum(program.cycles for program in programs))
+    parts = collections.Counter[str]()
+    for program in programs:
+        parts.update(program.parts)
+    return Program(list(found.values()), dict(parts))
 
 
 def _times(program: Program, trips: int) -> Program:
     """Returns a program that runs `trips` times, as one program."""
     repeated = [dataclasses.replace(c, trips=c.trips * trips) for c in program.collectives]
-    return Program(repeated, program.cycles * trips)
+    return Program(repeated, {part: cycles * trips for part, cycles in program.parts.items()})
 
 
 def _dearness(branch: Program) -> tuple[int, int]:
@@ -201,19 +219,23 @@ def _named_reduce_scatter(fused: Program) -> Program:
         dataclasses.replace(one, kind="reduce-scatter") if one.kind == "all-reduce" else one
         for one in fused.collectives
     ]
-    return Program(renamed, fused.cycles)
+    return Program(renamed, fused.parts)
 
 
 def _collective(instruction: _Instruction, results: dict[str, str]) -> Collective:
-    source = re.search(r'op_name="([^"]*)"', instruction.text)
     channel = re.search(r"channel_id=(\d+)", instruction.text)
     return Collective(
         kind=instruction.opcode,
         bytes=_moved(instruction, results),
         trips=1,
-        source=source[1] if source else "",
+        source=_source(instruction),
         channel=int(channel[1]) if channel else 0,
     )
+
+
+def _source(instruction: _Instruction) -> str:
+    found = re.search(r'op_name="([^"]*)"', instruction.text)
+    return found[1] if found else ""
 
 
 def _moved(instruction: _Instruction, results: dict[str, str]) -> int:

@@ -135,7 +135,9 @@ def plan_shape(config: Config, mesh: Mesh, chip: Chip, bucket: Bucket, share: fl
         shape,
         memory=_memory(compiled, program.shapes),
         collectives=tuple(run.collectives),
-        compute_seconds=run.cycles / chip.clock if chip.clock else None,
+        parts={part: cycles / chip.clock for part, cycles in run.parts.items()}
+        if chip.clock
+        else None,
         collective_seconds=sent / chip.interconnect if chip.interconnect else None,
     )
 

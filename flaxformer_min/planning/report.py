@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from flaxformer_min.data.batch import Bucket
 from flaxformer_min.planning.chips import GIB, Chip
 from flaxformer_min.planning.hlo import Collective
+from flaxformer_min.planning.parts import EXCHANGE, PARTS
 
 MEMORY_KINDS = ("parameters", "optimizer", "other arguments", "results", "temporaries", "code")
 
@@ -28,8 +29,13 @@ class ShapePlan:
     refusal: str = ""  # the compiler's reason if the program does not fit
     memory: dict[str, int] | None = None  # bytes by MEMORY_KINDS
     collectives: tuple[Collective, ...] = ()
-    compute_seconds: float | None = None
+    parts: dict[str, float] | None = None  # seconds of work by planning.parts.PARTS
     collective_seconds: float | None = None
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """Seconds of work, exchange left out."""
+        return None if self.parts is None else math.fsum(self.parts.values())
 
     @property
     def seconds(self) -> float | None:
@@ -86,6 +92,7 @@ def to_json(plan: Plan) -> str:
     tree = dataclasses.asdict(plan)
     for shape, leaf in zip(plan.shapes, tree["shapes"], strict=True):
         leaf |= {"bucket": shape.bucket._asdict(), "seconds": shape.seconds}
+        leaf |= {"compute_seconds": shape.compute_seconds}
         leaf |= {"utilisation": plan.utilisation(shape)}
         leaf |= {"tokens_per_second": shape.tokens_per_second}
     chip_hours = None if plan.hours is None else plan.hours * plan.devices
@@ -105,6 +112,7 @@ def to_text(plan: Plan) -> str:
         "",
         *(_exchanges(shape) for shape in plan.shapes if not shape.refusal),
         "",
+        *_parts(plan),
         *_verdict(plan),
     ]
     return "\n".join(lines)
@@ -145,6 +153,32 @@ def _exchanges(shape: ShapePlan) -> str:
         total[found.kind] += found.trips * found.bytes
     parts = [f"{places[kind]} {kind} of {total[kind] / GIB:.3f} GiB" for kind in sorted(places)]
     return f"{shape.name} exchanges: {', '.join(parts) or 'nothing'}"
+
+
+def _parts(plan: Plan) -> list[str]:
+    """Returns a table: the ms of a step's parts in every shape that has times, and what would help.
+
+    The parts add up to the column "ms" of the first table.
+    """
+    timed = [shape for shape in plan.shapes if shape.seconds is not None]
+    if not timed or plan.chip.peak_flops is None:
+        return []
+    peak = plan.devices * plan.chip.peak_flops
+    ideal = {shape.name: f"{shape.flops / peak * 1e3:.1f}" for shape in timed}
+    rows = [
+        {"part": part}
+        | {shape.name: _cell(_seconds(shape, part), ".1f", 1e-3) for shape in timed}
+        | {"what would help": help}
+        for part, help in (PARTS | {"exchange": EXCHANGE}).items()
+    ]
+    full = {"part": "(products at full rate)"} | ideal | {"what would help": ""}
+    whole = {shape.name: _cell(shape.seconds, ".1f", 1e-3) for shape in timed}
+    return [*_markdown([*rows, {"part": "whole"} | whole | {"what would help": ""}, full]), ""]
+
+
+def _seconds(shape: ShapePlan, part: str) -> float | None:
+    """Returns the seconds of one part of a step, exchange among the parts."""
+    return shape.collective_seconds if part == "exchange" else (shape.parts or {}).get(part, 0.0)
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
