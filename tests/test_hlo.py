@@ -268,6 +268,17 @@ def test_a_collective_that_runs_beside_fusions_counts_once_by_its_channel():
     assert (counted, found.cycles) == ([(5, 36, 1), (6, 36, 1)], 7)
 
 
+def test_different_collectives_of_one_channel_all_count():
+    """XLA gives reduce-scatters in fusions, and whole collectives, the channels of others."""
+    fused = SUM.replace("\n", ", channel_id=5\n"), GATHER.replace("\n", ", channel_id=5\n")
+    parts = [computation(f"s{n}", fused[0]) for n in range(3)] + [computation("g", fused[1])]
+    calls = [f"  %f{n} = f32[2]{{0}} fusion(%p), calls=%s{n}\n" for n in range(3)]
+    again = [f"  %g{n} = f32[2]{{0}} fusion(%p), calls=%g\n" for n in range(2)]
+    text = program("copy(%p)", ADD, *parts, before="".join([*calls, *again, *fused, fused[1]]))
+    scatters, gathers = [("reduce-scatter", 28, 1)] * 3, [("all-gather", 36, 1)] * 2
+    assert found_in(text) == [*scatters, gathers[0], ("all-reduce", 28, 1), *gathers]
+
+
 def test_the_estimates_of_collectives_are_left_out():
     lines = [line.replace("\n", NOTE + "\n") for line in (SUM, GATHER)]
     text = program(f"all-gather-done(%p){NOTE}", ADD, before="".join(lines) + work(2))

@@ -22,7 +22,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flaxformer_min.planning.parts import part_of
 
@@ -36,6 +36,7 @@ class Collective:
     trips: int  # how often one run of the program executes it
     source: str  # the operation that it comes from, as JAX names it; "" if XLA does not say
     channel: int = 0  # its number in the program; 0 if it has none
+    fused: bool = False  # it stands in a fusion; other fusions may hold the same exchange again
 
 
 class Program(NamedTuple):
@@ -137,7 +138,7 @@ class _Reader:
             "which have: nothing says how often"
         )
         if opcode == "fusion":
-            inside = _named_reduce_scatter(inside)
+            inside = _fused(inside)
         return Program(inside.collectives, own.parts if cycles else inside.parts)
 
     def _opcodes(self, instruction: _Instruction) -> set[str]:
@@ -187,12 +188,12 @@ def _sum(programs: Iterable[Program]) -> Program:
 
     A collective that goes on beside other work is written again in the fusion that begins it, in
     each one that runs meanwhile and in the one that ends it, always with the same channel. It
-    counts once.
+    counts once. The channel alone says nothing: different collectives can have the same one.
     """
     programs = list(programs)
-    found: dict[int, Collective] = {}
+    found: dict[Any, Collective] = {}
     for one in (one for program in programs for one in program.collectives):
-        key = one.channel or -1 - len(found)
+        key = (one.kind, one.channel) if one.fused and one.channel else len(found)
         found[key] = max(found.get(key, one), one, key=lambda one: one.bytes * one.trips)
     parts = collections.Counter[str]()
     for program in programs:
@@ -210,16 +211,19 @@ def _dearness(branch: Program) -> tuple[int, int]:
     return branch.cycles, sum(one.bytes * one.trips for one in branch.collectives)
 
 
-def _named_reduce_scatter(fused: Program) -> Program:
-    """Renames all-reduces inside a fusion to reduce-scatter.
+def _fused(program: Program) -> Program:
+    """Returns what a fusion runs: all-reduces are named reduce-scatter, the rest is marked `fused`.
 
-    TPUs write a reduce-scatter as an all-reduce that is fused with taking a slice of it.
+    TPUs write a reduce-scatter as an all-reduce that is fused with taking a slice of it. Each of
+    these fusions is a reduce-scatter of its own.
     """
-    renamed = [
-        dataclasses.replace(one, kind="reduce-scatter") if one.kind == "all-reduce" else one
-        for one in fused.collectives
+    marked = [
+        dataclasses.replace(one, kind="reduce-scatter")
+        if one.kind == "all-reduce"
+        else dataclasses.replace(one, fused=one.kind != "reduce-scatter")
+        for one in program.collectives
     ]
-    return Program(renamed, fused.parts)
+    return Program(marked, program.parts)
 
 
 def _collective(instruction: _Instruction, results: dict[str, str]) -> Collective:
