@@ -1,6 +1,6 @@
 """Marian models made by Transformers, imported and compared: ids, encoder, logits, translations.
 
-    python -m benchmarks.marian                  a table; needs `pip install -e '.[benchmark]'`
+    python -m benchmarks.marian                  a table; needs `pip install -e '.[train,benchmark]'`
     python -m benchmarks.marian --golden DIR     writes the small model of tests/golden/marian
 
 The task is to write a line of words in capitals, which 1,200 steps teach well enough that beams

@@ -1,7 +1,7 @@
 """This program, Hugging Face's Marian and CTranslate2 on the weights of one checkpoint.
 
 Each is a Program: text to token ids with the same tokenizer, and forced decoding. The peers come
-with `pip install -e '.[benchmark]'`; nothing else here needs them.
+with `pip install -e '.[train,benchmark]'`; nothing else here needs them.
 """
 
 import functools
