@@ -26,6 +26,7 @@ import numpy as np
 from benchmarks.peers import Ids, Program, ctranslate2, marian, this_program
 from flaxformer_min.data.lines import read_lines
 from flaxformer_min.data.phrases import phrase
+from flaxformer_min.decoding.bleu import bleu_metric
 from flaxformer_min.decoding.translator import Translator
 
 BEAMS = (5, 1)
@@ -36,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", required=True, help="a workdir, or one checkpoint")
     parser.add_argument("--source", help="a file of lines; the built-in corpus by default")
+    parser.add_argument("--reference", help="its translations, a line for each; adds BLEU")
     parser.add_argument("--sentences", type=int, default=1000, help="lines taken from it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -55,6 +57,7 @@ def main() -> None:
         record["beams"][beam] = {
             "rates": rates,
             "differences": differences(programs[0], translator, lines, found),
+            "bleu": bleu(translator, found, options.reference) if options.reference else {},
         }
         if beam == BEAMS[0]:
             record["log-probabilities"] = agreement(programs, translator, lines, found)
@@ -146,6 +149,16 @@ def differences(
     return {name: compare(theirs) for name, theirs in found.items() if name != ours.name}
 
 
+def bleu(translator: Translator, found: dict[str, list[Ids]], reference: str) -> dict[str, float]:
+    """The BLEU of each program's translations of the first lines, with the config's tokens."""
+    metric, decode = bleu_metric(translator.config), translator.tokenizer.decode
+    references = list(read_lines(reference))
+    return {
+        name: metric.corpus_score([*map(decode, ids)], [references[: len(ids)]]).score
+        for name, ids in found.items()
+    }
+
+
 def report(record: dict[str, Any]) -> str:
     text = [f"{record['sentences']} sentences, {record['threads']} threads, float32, alpha 0"]
     for beam, result in record["beams"].items():
@@ -157,13 +170,15 @@ def report(record: dict[str, Any]) -> str:
                 f"{rate['fastest']:.1f}; ours is {ours / rate['median']:.2f} times this; first "
                 f"pass {rate['seconds of the first pass']:.1f} s; setting {rate['setting']})"
             )
+        if scores := result.get("bleu"):
+            text += ["", "  BLEU: " + ", ".join(f"{name} {x:.2f}" for name, x in scores.items())]
         for name, lines in result["differences"].items():
             lower = sum(line["ours"] < line["theirs"] for line in lines)
             text += ["", f"  {len(lines)} lines differ from {name}'s, ours less likely in {lower}:"]
             text += [f"    {x['line']:5d}  {x['ours']:10.5f} {x['theirs']:10.5f}" for x in lines]
-    scores = record["log-probabilities"]
-    text += ["", f"log-probabilities of {scores['tokens']} tokens, worst difference from ours:"]
-    text += [f"  {name:<16}{worst:.2e}" for name, worst in scores["worst difference"].items()]
+    if scores := record.get("log-probabilities"):
+        text += ["", f"log-probabilities of {scores['tokens']} tokens, worst difference from ours:"]
+        text += [f"  {name:<16}{worst:.2e}" for name, worst in scores["worst difference"].items()]
     return "\n".join(text)
 
 

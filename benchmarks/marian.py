@@ -1,14 +1,19 @@
 """Marian models made by Transformers, imported and compared: ids, encoder, logits, translations.
 
-    python -m benchmarks.marian                  a table; needs `pip install -e '.[train,benchmark]'`
+    python -m benchmarks.marian                  a table, and 200 steps of tuning
     python -m benchmarks.marian --golden DIR     writes the small model of tests/golden/marian
+    python -m benchmarks.marian --speed          translation by a model of OPUS-MT's base size
 
-The task is to write a line of words in capitals, which 1,200 steps teach well enough that beams
-end at different lengths.
+All need `pip install -e '.[train,benchmark]'`. The task is to write a line of words in capitals,
+which 1,200 steps teach well enough that beams end at different lengths. The speed is that of a
+model of the base size with random weights, which would never write EOS: every translation is as
+long as its source, LENGTH pieces.
 """
 
 import argparse
+import dataclasses
 import io
+import itertools
 import json
 import random
 import tempfile
@@ -22,19 +27,28 @@ import torch
 from flax import nnx
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
+from benchmarks.decoding import race, report
+from benchmarks.peers import ctranslate2, marian, this_program
+from flaxformer_min.checkpoints.load import load_for_inference
+from flaxformer_min.config import OptimizerConfig, TrainConfig
 from flaxformer_min.data.batch import padded
+from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.interop.export import export_marian
 from flaxformer_min.interop.marian import import_marian
 from flaxformer_min.interop.names import marian_columns
 from flaxformer_min.model.build import split_model
 from flaxformer_min.model.masks import padding_mask
 from flaxformer_min.model.teacher_forcing import forced_states
+from flaxformer_min.training.loop import run
 
 DRAW = random.Random(1)
 WORDS = ["".join(DRAW.choices("abcdefghijkl", k=DRAW.randint(2, 6))) for _ in range(200)]
 LINES = [" ".join(DRAW.choices(WORDS, k=DRAW.randint(2, 9))) for _ in range(3000)]
 ODD = ["hello World 123", ">>deu<< abc def", "ß中文 a", "a\u00a0b", "l" * 60, " abc", "abc  d "]
+LENGTH, SENTENCES = 27, 64  # pieces of a line, and lines, whose speed is measured
+OPUS_VOCABULARY = 58_101  # of opus-mt-en-de
 MODELS: dict[str, dict[str, Any]] = {
     "relu, 2 + 1 layers": {"activation_function": "relu", "layers": (2, 1)},
     "swish, 1 + 3 layers": {"layers": (1, 3), "heads": 8},
@@ -60,9 +74,14 @@ def make(
     d_model: int = 64,
     d_ff: int = 101,
     steps: int = 0,
+    vocab_size: int = 0,
     **fields: Any,
 ) -> None:
-    """Writes a Marian directory; without steps every weight is random, biases and norms too."""
+    """Writes a Marian directory; without steps every weight is random, biases and norms too.
+
+    With a vocab_size the vocabulary is filled up to it with names of languages, and the model
+    never writes EOS.
+    """
     torch.manual_seed(1)
     models = {
         "source": sentencepiece_model(LINES, 89, "unigram"),
@@ -74,7 +93,10 @@ def make(
         found = sentencepiece.SentencePieceProcessor(model_proto=content)
         for i in range(found.get_piece_size()):
             pieces.setdefault(found.id_to_piece(i), len(pieces))
-    pad = pieces["<pad>"] = pieces.setdefault(">>deu<<", len(pieces)) + 1
+    pieces.setdefault(">>deu<<", len(pieces))
+    for i in range(len(pieces), vocab_size - 1):
+        pieces[f">>{i}<<"] = i
+    pad = pieces["<pad>"] = len(pieces)
     (folder / "vocab.json").write_text(json.dumps(pieces))
     languages = {"source_lang": "aa", "target_lang": "bb", "tokenizer_class": "MarianTokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(languages))
@@ -91,6 +113,8 @@ def make(
         )
     )  # fmt: skip
     draw_weights(model, pad)
+    if vocab_size:
+        model.final_logits_bias[0, 0] = -1e4
     if steps:
         train(model, pieces, models, steps)
     model.generation_config.update(num_beams=4, length_penalty=1.0, bad_words_ids=[[pad]])
@@ -199,6 +223,40 @@ def compare_search(
     return f"{same} equal, {likelier} likelier, of {len(lines)}"
 
 
+def tune(ours: Path) -> dict[str, str]:
+    """Tunes an imported model on 1,000 pairs of another domain, whose words come in reverse."""
+    folder, loaded = ours.parent, load_for_inference(ours)
+    lines = LINES[1000:2000]
+    sides = {
+        "source": lines,
+        "target": [" ".join(reversed(line.upper().split())) for line in lines],
+    }
+    for side, texts in sides.items():
+        (folder / f"train.{side}").write_text("".join(f"{text}\n" for text in texts))
+        (folder / f"validation.{side}").write_text("".join(f"{text}\n" for text in texts[:100]))
+    train = TrainConfig(
+        steps=200, evaluate_every=200, checkpoint_every=200, initialize_from=str(ours)
+    )
+    config = dataclasses.replace(
+        loaded.config,
+        data=dataclasses.replace(loaded.config.data, dir=str(folder), tokens_per_batch=2048),
+        optimizer=OptimizerConfig(peak_learning_rate=3e-4, warmup_steps=20),
+        train=train,
+    )
+    run(config, folder / "tuned")
+    log = (folder / "tuned" / "metrics.jsonl").read_text().splitlines()
+    losses = [line["loss"] for line in map(json.loads, log) if "loss" in line]
+    before, after = Translator.load(ours), Translator.load(folder / "tuned")
+    texts = [[found.text for found in each.translate(LINES[:50])] for each in (before, after)]
+    export_marian(load_for_inference(folder / "tuned"), folder / "again")
+    exported = compare(folder / "again", folder / "imported-again", searches=False)
+    return {
+        "loss of training": f"{losses[0]:.2f} -> {losses[-1]:.2f}",
+        "texts that changed": f"{sum(a != b for a, b in zip(*texts, strict=True))} of 50",
+        "logits after export": exported["logits"],
+    }
+
+
 def equal(one: Sequence[Any], other: Sequence[Any]) -> str:
     return f"{sum(a == b for a, b in zip(one, other, strict=True))} of {len(one)}"
 
@@ -219,12 +277,47 @@ def write_golden(folder: Path) -> None:
     )  # fmt: skip
 
 
+def measure_speed(folder: Path, repeats: int) -> None:
+    """Prints sentences a second of this program, Transformers and CTranslate2, two threads each."""
+    folder.mkdir()
+    make(folder, layers=(6, 6), heads=8, d_model=512, d_ff=2048, vocab_size=OPUS_VOCABULARY)
+    ours = folder.with_name("ours")
+    import_marian(folder, ours, None, None)
+    loaded = load_for_inference(ours)
+    decode = dataclasses.replace(loaded.config.decode, max_length_offset=0)
+    config = dataclasses.replace(loaded.config, decode=decode)
+    translator = Translator(config, loaded.tokenizer, loaded.params)
+    lines = lines_of(LENGTH, translator.tokenizer)
+    programs = [this_program(translator), marian(translator, 2)]
+    programs += [ctranslate2(translator, 2, at_once) for at_once in (1, 2)]
+    record: dict[str, Any] = {"sentences": len(lines), "threads": 2, "beams": {}}
+    for beam in (4, 1):
+        rates, found = race(programs, lines, beam, repeats)
+        lengths = {len(tokens) for each in found.values() for tokens in each}
+        assert lengths == {LENGTH}, lengths
+        record["beams"][beam] = {"rates": rates, "differences": {}}
+        print(report(record), flush=True)
+
+
+def lines_of(length: int, tokenizer: Tokenizer) -> list[str]:
+    """Lines of the task that have `length` pieces, EOS included."""
+    words = (" ".join(DRAW.choices(WORDS, k=DRAW.randint(4, 16))) for _ in itertools.count())
+    found = (line for line in words if len(tokenizer.encode(line)) == length)
+    return list(itertools.islice(found, SENTENCES))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--golden", type=Path)
-    golden = parser.parse_args().golden
-    if golden:
-        write_golden(golden)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if options.golden:
+        write_golden(options.golden)
+        return
+    if options.speed:
+        with tempfile.TemporaryDirectory() as place:
+            measure_speed(Path(place) / "marian", options.repeats)
         return
     for name, how in MODELS.items():
         with tempfile.TemporaryDirectory() as place:
@@ -232,6 +325,7 @@ def main() -> None:
             folder.mkdir()
             make(folder, **how)
             row = compare(folder, ours, searches=name == "trained")
+            row |= tune(ours) if name == "trained" else {}
             print(f"{name}:", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 

@@ -66,7 +66,7 @@ def main() -> None:
     odd = odd_lines(lines, 2_000)
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         path = Path(folder) / "page.html"
-        record: dict[str, Any] = {"bytes": write_page(translator, path)}
+        record: dict[str, Any] = {"bytes": write_page(translator, str(path))}
         record["seconds to the first token"] = first_token(browser, path)
         found, seconds = call(browser, TRANSLATE, lines=lines)
         encoded = call(browser, "return lines.map((line) => pieces.encode(line));", lines=odd)

@@ -1,25 +1,29 @@
 """This program, Hugging Face's Marian and CTranslate2 on the weights of one checkpoint.
 
-Each is a Program: text to token ids with the same tokenizer, and forced decoding. The peers come
-with `pip install -e '.[train,benchmark]'`; nothing else here needs them.
+Each is a Program: text to token ids with the same tokenizer, and forced decoding. The peers know
+one greatest length for a batch; what they write beyond that of a sentence is cut. They come with
+`pip install -e '.[train,benchmark]'`; nothing else here needs them.
 """
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
+from flaxformer_min.checkpoints.format import Loaded
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import score_batch
 from flaxformer_min.decoding.translator import Translator
+from flaxformer_min.interop.export import export_ctranslate2, export_marian
 from flaxformer_min.model.build import split_model
-from flaxformer_min.model.positions import sinusoidal_positions
 
 BATCH_SIZES = (8, 16, 32, 64, 128)  # sentences, tried with the peers
 SCORED_AT_ONCE = 50
@@ -59,11 +63,19 @@ def this_program(translator: Translator) -> Program:
 
 
 def marian(translator: Translator, threads: int) -> Program:
-    """MarianMTModel. Its tables of positions are replaced by the paper's; its biases are 0."""
+    """MarianMTModel as `export marian` writes it, but with this model's epsilon of layer norms."""
     import torch
+    from transformers import MarianMTModel
 
     torch.set_num_threads(threads)
-    model, tokenizer = _marian_model(translator), translator.tokenizer
+    tokenizer = translator.tokenizer
+    with _exported(export_marian, translator) as directory:
+        model = MarianMTModel.from_pretrained(directory).eval()
+    # What `translate` gives says the same, and suppress_tokens is faster than bad_words_ids.
+    model.generation_config.update(bad_words_ids=None, max_length=None)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = translator.config.model.layer_norm_epsilon
 
     @torch.inference_mode()
     def translate(lines: Sequence[str], beam: int, size: int) -> list[Ids]:
@@ -83,7 +95,8 @@ def marian(translator: Translator, threads: int) -> Program:
                 suppress_tokens=list(tokenizer.never_generated),
             )
             for place, ids in zip(places, generated[:, 1:].tolist(), strict=True):
-                found[place] = _until(ids, tokenizer.eos_id)
+                limit = _max_length(translator, len(sources[place]))
+                found[place] = _until(ids, tokenizer.eos_id)[:limit]
                 tokenizer.decode(ids)
         return found
 
@@ -106,24 +119,24 @@ def marian(translator: Translator, threads: int) -> Program:
 
 
 def ctranslate2(translator: Translator, threads: int, at_once: int) -> Program:
-    """ctranslate2.Translator with `at_once` batches side by side, which share the threads."""
+    """What `export ctranslate2` writes, with `at_once` batches side by side on these threads."""
     import ctranslate2
 
     tokenizer = translator.tokenizer
-    with tempfile.TemporaryDirectory() as directory:
-        _ctranslate2_spec(translator).save(directory)
+    with _exported(export_ctranslate2, translator) as directory:
         peer = ctranslate2.Translator(
-            directory,
+            str(directory),
             compute_type="float32",
             inter_threads=at_once,
             intra_threads=threads // at_once,
         )
-    names = _token_names(translator)
+    names = tokenizer.pieces(range(tokenizer.vocab_size))
     never = [[names[i]] for i in tokenizer.never_generated if i != tokenizer.unk_id]
     ids = {name: i for i, name in enumerate(names)}
 
     def named(batch: Sequence[Ids]) -> list[list[str]]:
-        return [[names[i] for i in row] for row in batch]
+        """The pieces of each row without its EOS, which CTranslate2 adds by itself."""
+        return [[names[i] for i in row[:-1]] for row in batch]
 
     def translate(lines: Sequence[str], beam: int, size: int) -> list[Ids]:
         sources = tokenizer.encode_batch(lines)
@@ -138,142 +151,33 @@ def ctranslate2(translator: Translator, threads: int, at_once: int) -> Program:
             return_end_token=True,
         )
         found = [[ids[name] for name in result.hypotheses[0]] for result in results]
-        for row in found:
+        for row, source in zip(found, sources, strict=True):
             tokenizer.decode(row)
+            del row[_max_length(translator, len(source)) :]
         return found
 
     def score(sources: Sequence[Ids], targets: Sequence[Ids]) -> list[np.ndarray]:
-        without_eos = named([target[:-1] for target in targets])
-        results = peer.score_batch(named(sources), without_eos, max_batch_size=SCORED_AT_ONCE)
+        sides = named(sources), named(targets)
+        results = peer.score_batch(*sides, max_batch_size=SCORED_AT_ONCE)
         return [np.array(result.log_probs) for result in results]
 
     return Program(f"CTranslate2 x{at_once}", BATCH_SIZES, translate, score)
 
 
-def _marian_model(translator: Translator) -> Any:
-    import torch
-    from transformers import MarianConfig, MarianMTModel
-
-    config, tokenizer = translator.config.model, translator.tokenizer
-    model = MarianMTModel(
-        MarianConfig(
-            vocab_size=tokenizer.vocab_size,
-            d_model=config.d_model,
-            encoder_layers=config.num_layers,
-            decoder_layers=config.num_layers,
-            encoder_ffn_dim=config.d_ff,
-            decoder_ffn_dim=config.d_ff,
-            encoder_attention_heads=config.num_heads,
-            decoder_attention_heads=config.num_heads,
-            max_position_embeddings=config.max_length,
-            activation_function="relu",
-            scale_embedding=True,
-            pad_token_id=tokenizer.pad_id,
-            decoder_start_token_id=tokenizer.bos_id,
-            bos_token_id=tokenizer.bos_id,
-            eos_token_id=tokenizer.eos_id,
-            forced_eos_token_id=None,
-        )
-    ).eval()
-    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    for name, value in _marian_weights(translator):
-        assert state[name].shape == value.shape, (name, value.shape)
-        state[name] = torch.tensor(np.array(value))
-    model.load_state_dict(state)
-    for module in model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
-            module.eps = config.layer_norm_epsilon
-    return model
-
-
-def _marian_weights(translator: Translator) -> Iterator[tuple[str, np.ndarray]]:
-    """Marian's names and layouts: kernels are [out, in]."""
-    config, params = translator.config.model, jax.device_get(translator.params)
-    positions = np.asarray(sinusoidal_positions(config.max_length, config.d_model))
-    for name in ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens"):
-        yield f"{name}.weight", params["embedding"]
-    yield "lm_head.weight", params["embedding"]
-    parts = {"self_attention": "self_attn", "cross_attention": "encoder_attn"}
-    kernels = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
-    for side in ("encoder", "decoder"):
-        yield f"model.{side}.embed_positions.weight", positions
-        for number, layer in params[side].items():
-            prefix = f"model.{side}.layers.{number}"
-            for part, name in parts.items():
-                for kernel, projection in kernels.items() if part in layer else ():
-                    yield f"{prefix}.{name}.{projection}.weight", layer[part][kernel].T
-            for part, name in {**parts, "feed_forward": "final"}.items():
-                if residual := layer.get(f"{part}_residual"):
-                    norm = f"{prefix}.{name}_layer_norm"
-                    yield f"{norm}.weight", residual["scale"]
-                    yield f"{norm}.bias", residual["bias"]
-            for kernel, name in {"up": "fc1", "down": "fc2"}.items():
-                yield f"{prefix}.{name}.weight", layer["feed_forward"][kernel].T
-                yield f"{prefix}.{name}.bias", layer["feed_forward"][f"{kernel}_bias"]
-
-
-def _ctranslate2_spec(translator: Translator) -> Any:
-    from ctranslate2.specs import Activation, TransformerSpec
-
-    config, params = translator.config.model, jax.device_get(translator.params)
-    layers = (config.num_layers, config.num_layers)
-    spec = TransformerSpec.from_config(
-        layers, config.num_heads, pre_norm=False, activation=Activation.RELU
-    )
-    names = _token_names(translator)
-    spec.register_source_vocabulary(names)
-    spec.register_target_vocabulary(names)
-    tokenizer = translator.tokenizer
-    spec.config.unk_token = names[tokenizer.unk_id]
-    spec.config.bos_token = spec.config.decoder_start_token = names[tokenizer.bos_id]
-    spec.config.eos_token = names[tokenizer.eos_id]
-    spec.config.layer_norm_epsilon = config.layer_norm_epsilon
-    spec.encoder.embeddings[0].weight = spec.decoder.embeddings.weight = params["embedding"]
-    spec.decoder.projection.weight = params["embedding"]
-    for side in ("encoder", "decoder"):
-        part = getattr(spec, side)
-        part.position_encodings.encodings = np.asarray(
-            sinusoidal_positions(config.max_length, config.d_model), np.float32
-        )
-        for number, layer in params[side].items():
-            _fill_layer(part.layer[int(number)], layer)
-    spec.validate()
-    spec.optimize()
-    return spec
-
-
-def _fill_layer(spec: Any, layer: Any) -> None:
-    """CTranslate2's layouts: kernels are [out, in], projections of the same input are stacked."""
-
-    def fill_norm(norm: Any, residual: Any) -> None:
-        norm.gamma, norm.beta = residual["scale"], residual["bias"]
-
-    def fill_linear(linear: Any, *kernels: np.ndarray, bias: np.ndarray | None = None) -> None:
-        linear.weight = np.concatenate([kernel.T for kernel in kernels])
-        if bias is not None:
-            linear.bias = bias
-
-    own, ffn = layer["self_attention"], layer["feed_forward"]
-    fill_linear(spec.self_attention.linear[0], own["query"], own["key"], own["value"])
-    fill_linear(spec.self_attention.linear[1], own["output"])
-    fill_norm(spec.self_attention.layer_norm, layer["self_attention_residual"])
-    if cross := layer.get("cross_attention"):
-        fill_linear(spec.attention.linear[0], cross["query"])
-        fill_linear(spec.attention.linear[1], cross["key"], cross["value"])
-        fill_linear(spec.attention.linear[2], cross["output"])
-        fill_norm(spec.attention.layer_norm, layer["cross_attention_residual"])
-    fill_linear(spec.ffn.linear_0, ffn["up"], bias=ffn["up_bias"])
-    fill_linear(spec.ffn.linear_1, ffn["down"], bias=ffn["down_bias"])
-    fill_norm(spec.ffn.layer_norm, layer["feed_forward_residual"])
+@contextlib.contextmanager
+def _exported(
+    export: Callable[[Loaded, Path], list[str]], translator: Translator
+) -> Generator[Path, None, None]:
+    """A context with a directory that holds the translator's model in another format."""
+    params, step = jax.device_get(translator.params), 0
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place) / "exported"
+        export(Loaded(translator.config, translator.tokenizer, params, step), directory)
+        yield directory
 
 
 def _graphdef(translator: Translator) -> nnx.GraphDef:
     return split_model(translator.config.model, translator.tokenizer.vocab_size)[0]
-
-
-def _token_names(translator: Translator) -> list[str]:
-    """Names for CTranslate2, all different; which, does not matter."""
-    return [f"<{i}>" for i in range(translator.tokenizer.vocab_size)]
 
 
 def _max_length(translator: Translator, source_length: int) -> int:

@@ -1,10 +1,10 @@
 """From the command to the first step, cold and warm: python -m benchmarks.startup [--data-dir DIR].
 
 Starts `train.py` with the recipe configs/multi30k_en_de.py:cpu (the demo without --data-dir), waits
-until metrics.jsonl has its first step, and kills it. Cold is an empty workdir and an empty cache of
-programs: tokenizer, corpus and programs are made. Warm is the same again, with all of these there.
-The yardstick is an interpreter that imports jax, flax and orbax and ends; starts and imports take
-turns.
+until metrics.jsonl has its first step, and kills it. Cold is an empty workdir and empty caches of
+text and programs: tokenizer, corpus and programs are made. Warm is the same again, with all of
+these there. The yardstick is an interpreter that imports jax, flax and orbax and ends; starts and
+imports take turns.
 """
 
 import argparse
@@ -28,7 +28,8 @@ def first_step(config: str, workdir: Path, *flags: str) -> float:
     # With one step in all its numbers are written down at once, not after the next is on its way.
     command += ["--train.steps", "1"]
     began = time.perf_counter()
-    environ = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "compiled")}
+    caches = {"JAX_COMPILATION_CACHE_DIR": "compiled", "XDG_CACHE_HOME": "cache"}
+    environ = os.environ | {name: str(workdir.parent / to) for name, to in caches.items()}
     process = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
     while not (log.exists() and '"loss"' in log.read_text()):
         if process.poll() is not None:

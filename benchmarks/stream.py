@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.streams import translate_stream
+from flaxformer_min.decoding.streams import line_groups, translate_stream
 from flaxformer_min.decoding.translator import Translator
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -41,7 +41,8 @@ def main() -> None:
     stream = b"".join(itertools.islice(itertools.cycle(lines), options.lines))
     began, done = time.perf_counter(), 0
     how = Options(beam_size=options.beam_size)
-    for block in translate_stream(translator, io.BytesIO(stream), how):
+    groups = line_groups(io.BytesIO(stream), options.source)
+    for block in translate_stream(translator, groups, how):
         done += len(block)
         seconds, programs = time.perf_counter() - began, compiled.count(COMPILED)
         text = f"{done:>7,} lines: {resident_mib():,.0f} MiB, {programs} compilations"

@@ -66,6 +66,14 @@ def main() -> None:
     difference = np.abs(steps.output - of_the_package(query, key, value)).max()
     print(f"2 queries, 3 keys, K = 64: the package's output differs by {difference:.0e}")
 
+    cosine = query[0] @ key[0] / np.linalg.norm(query[0]) / np.linalg.norm(key[0])
+    lengths = np.linalg.norm(query[0]), np.linalg.norm(key[0])
+    print(f"a score is two lengths times a cosine: {lengths[0]:.2f} x {lengths[1]:.2f}", end=" ")
+    print(f"x {cosine:.3f} = {steps.scores[0, 0]:.3f}")
+    other = attention(query, key, value + 1)
+    print("other values leave the weights as they are:", end=" ")
+    print(np.array_equal(steps.weights, other.weights))
+
     many = draw.standard_normal((2, 10_000, 64))
     variance = np.sum(many[0] * many[1], axis=1).var()
     print(f"the variance of a score is {variance:.1f}, about d_k = 64; divided by 8 it is 1")

@@ -4,15 +4,25 @@ The paper's model is post-norm, LayerNorm(x + Dropout(Sublayer(x))). Most later 
 x + Dropout(Sublayer(LayerNorm(x))), with one more norm behind each stack. Everything that differs
 stands here; the package is used as it is. The decoder that keeps a cache (model/cached.py) does not
 call `decode_states`, so whoever searches with this model adds the last norm there as well.
+
+Both are trained with 6 + 6 layers on the built-in corpus. Printed (74 s of CPU time for both):
+
+    6 + 6 layers, learning rate 0.001 from step 1, without warm-up: nats per token
+      post-norm  7.575 at step 1, 1.678 at step 300, 1.481 on 500 held-out pairs
+      pre-norm   7.201 at step 1, 0.579 at step 300, 0.495 on 500 held-out pairs
 """
 
+from collections.abc import Sequence
+
+import decoder_only as common
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from flaxformer_min.config import ModelConfig
-from flaxformer_min.data.batch import Batch
+from flaxformer_min.data.batch import Batch, padded
+from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID, Tokenizer
 from flaxformer_min.model.dropout import dropout
 from flaxformer_min.model.layers import Residual, layer_norm
 from flaxformer_min.model.transformer import Transformer
@@ -21,7 +31,8 @@ from flaxformer_min.training.state import initial_state
 from flaxformer_min.training.step import make_train_step
 
 RESIDUALS = ("self_attention_residual", "cross_attention_residual", "feed_forward_residual")
-MODEL = ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=4, d_k=16, d_v=16)
+MODEL = ModelConfig(num_layers=6, d_model=64, d_ff=256, num_heads=4, d_k=16, d_v=16, dropout=0.0)
+LENGTH, ROWS = 24, 64
 
 
 class PreNorm(Residual):
@@ -54,26 +65,39 @@ class PreNormTransformer(Transformer):
         return layer_norm(states, norm.scale[...], norm.bias[...])
 
 
-def reversal(step: int, rows: int = 64, length: int = 7, vocab_size: int = 20) -> Batch:
-    """Random tokens and the same tokens backwards. Ids: 0 is padding, 2 BOS, 3 EOS."""
-    tokens = jax.random.randint(jax.random.key(step), (rows, length), 4, vocab_size)
-    eos = jnp.full((rows, 1), 3)
-    return Batch(jnp.hstack([tokens, eos]), jnp.hstack([tokens[:, ::-1], eos]))
+def batch_of(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> Batch:
+    """Source and target ids, [N, LENGTH] each; a longer side is cut."""
+    sides = (tokenizer.encode_batch(lines) for lines in zip(*pairs, strict=True))
+    return Batch(*(padded([ids[:LENGTH] for ids in side], LENGTH, PAD_ID) for side in sides))
 
 
-def train(steps: int) -> list[float]:
-    """The losses of so many training steps, in nats per target token."""
-    optimizer = optax.adam(1e-3)
-    graphdef, params = nnx.split(PreNormTransformer(MODEL, 20, rngs=nnx.Rngs(1)))
-    loss = make_loss(graphdef, pad_id=0, bos_id=2, smoothing=0.1)
+def train(model: Transformer, data: Batch, held_out: Batch, steps: int, rate: float) -> list[float]:
+    """The loss of each training step and then that of the held-out pairs, in nats per token."""
+    graphdef, params = nnx.split(model)
+    optimizer = optax.adam(rate, b2=0.98)
+    loss = make_loss(graphdef, pad_id=PAD_ID, bos_id=BOS_ID, smoothing=0.0)
     train_step = jax.jit(make_train_step(loss, optimizer))
     state, losses = initial_state(nnx.to_pure_dict(params), optimizer), []
-    for step in range(steps):
-        state, metrics = train_step(state, reversal(step), jax.random.key(0))
-        losses.append(float(metrics.loss))
-    return losses
+    draw, key = np.random.default_rng(1), jax.random.key(1)
+    for _ in range(steps):
+        rows = draw.integers(len(data.source), size=ROWS)
+        state, metrics = train_step(state, Batch(*(side[rows] for side in data)), key)
+        losses.append(metrics.loss)
+    total, tokens = jax.jit(loss)(state.params, held_out, None)
+    return [float(x) for x in (*losses, total / tokens)]
+
+
+def main(steps: int = 300, tested: int = 500, rate: float = 1e-3) -> None:
+    pairs, held_out = common.corpus("train", common.PAIRS), common.corpus("test", tested)
+    tokenizer = common.tokenizer_of(pairs[:2_000])
+    batches = batch_of(tokenizer, pairs), batch_of(tokenizer, held_out)
+    print(f"6 + 6 layers, learning rate {rate:g} from step 1, without warm-up: nats per token")
+    for name, kind in (("post-norm", Transformer), ("pre-norm", PreNormTransformer)):
+        model = kind(MODEL, tokenizer.vocab_size, rngs=nnx.Rngs(1))
+        losses = train(model, *batches, steps, rate)
+        print(f"  {name:<10} {losses[0]:.3f} at step 1, {losses[-2]:.3f} at step {steps}", end="")
+        print(f", {losses[-1]:.3f} on {tested} held-out pairs")
 
 
 if __name__ == "__main__":
-    losses = train(300)
-    print(f"loss {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}")
+    main()

@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import importlib.util
 import inspect
-import io
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from flaxformer_min import __version__
 from flaxformer_min.decoding.options import IN_CONFIG, Options
@@ -232,30 +231,42 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def translate(options: argparse.Namespace, _: list[str]) -> None:
-    """Reads standard input, writes one line for each of its lines, in order."""
-    from flaxformer_min.decoding.attention_file import attention_file
-    from flaxformer_min.decoding.streams import translate_stream
+    """Reads standard input, or a file, and writes one line for each of its lines, in order."""
+    from flaxformer_min.decoding.files import Paths, open_files
+    from flaxformer_min.decoding.streams import line_groups, translate_stream
     from flaxformer_min.decoding.translator import Translator
 
     if options.average_heads and options.attention is None:
         raise UserError("--average-heads belongs to --attention FILE: give both or neither")
-    file = contextlib.nullcontext()
-    if options.attention is not None:
-        file = attention_file(options.attention, average_heads=options.average_heads)
-    with file as write, _memory(LESS_SEARCH):
-        groups = translate_stream(
-            Translator.load(*options.dir, step=options.step),
-            cast(io.BufferedIOBase, sys.stdin.buffer),
-            dataclasses.replace(_search_options(options), attention=write is not None),
-            errors=options.errors,
-            one_by_one=options.interactive,
-            prefix=options.prefix,
-            as_json="n_best" in options,
-            write_attention=write,
-        )
-        for lines in groups:
-            sys.stdout.buffer.write("".join(line + "\n" for line in lines).encode())
-            sys.stdout.buffer.flush()
+    if options.interactive and options.input is not None:
+        raise UserError("--interactive answers what is typed, --input reads a file: give one")
+    typed = options.interactive and sys.stdin.isatty()
+    if typed:
+        print(f"loading {' and '.join(options.dir)} ...", file=sys.stderr, flush=True)
+    paths = Paths(*(getattr(options, name) for name in Paths._fields))
+    weights = paths.attention is not None or paths.alignment is not None
+    search = dataclasses.replace(_search_options(options), attention=weights)
+    how = {"errors": options.errors, "one_by_one": options.interactive}
+    with open_files(paths, average_heads=options.average_heads) as (source, outputs):
+        translator = Translator.load(*options.dir, step=options.step)
+        groups = line_groups(source.file, source.name, **how)
+        groups = _prompted(groups) if typed else groups
+        with _memory(LESS_SEARCH):
+            for found in translate_stream(
+                translator, groups, search, prefix=paths.prefix, tell=source.tell
+            ):
+                outputs.write(translator.tokenizer, found, as_json="n_best" in options)
+
+
+def _prompted(groups: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Yields the groups and asks for each, on standard error, before it is read."""
+    print("type a line to translate; Ctrl-D ends", file=sys.stderr)
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        if (group := next(groups, None)) is None:
+            print(file=sys.stderr)
+            return
+        yield group
 
 
 def score(options: argparse.Namespace, _: list[str]) -> None:
@@ -275,21 +286,32 @@ def score(options: argparse.Namespace, _: list[str]) -> None:
 
 
 def evaluate(options: argparse.Namespace, _: list[str]) -> None:
-    """Translates SOURCE, or the config's test split, and writes its BLEU record as JSON."""
+    """Translates SOURCE, or the config's test split; writes BLEU, chrF and TER as JSON."""
+    from flaxformer_min.data.lines import read_lines
     from flaxformer_min.data.sources import read_pairs
     from flaxformer_min.decoding.evaluate import evaluate as evaluate_pairs
+    from flaxformer_min.decoding.evaluate import rounded
     from flaxformer_min.decoding.translator import Translator
 
     if (options.source is None) != (options.reference is None):
         raise UserError("--source and --reference belong together: give both or neither")
     pairs = list(_pairs(options.source, options.reference)) if options.source else None
+    against = options.against
+    if against is not None and not Path(against).is_dir():
+        against = list(read_lines(against))
     translator = Translator.load(*options.dir, step=options.step)
     if pairs is None:
         data = translator.config.data
         pairs = list(read_pairs(data, data.test))
+    if isinstance(against, list) and len(against) != len(pairs):
+        text = f"{options.against} has {len(against)} lines but {len(pairs)} are translated"
+        raise UserError(text)
+    baseline = Translator.load(against) if isinstance(against, str) else against
     with _memory(LESS_SEARCH):
-        record = evaluate_pairs(translator, pairs, _search_options(options))
-    print(json.dumps(record, indent=2))
+        record = evaluate_pairs(translator, pairs, _search_options(options), against=baseline)
+    if against is not None:
+        record["against"] = {"system": options.against, **record["against"]}
+    print(json.dumps(rounded(record), indent=2))
 
 
 def average(options: argparse.Namespace, _: list[str]) -> None:
@@ -408,6 +430,18 @@ def plot(options: argparse.Namespace, _: list[str]) -> None:
     figures.save(draw(**chosen), options.output)
 
 
+def compare(options: argparse.Namespace, _: list[str]) -> None:
+    """Prints what differs between runs, in config and result; draws their curves."""
+    from flaxformer_min.see.compare import compare as compared
+    from flaxformer_min.see.runs import read_run
+
+    _show(compared([read_run(workdir) for workdir in options.workdirs]))
+    if options.output is not None:
+        from flaxformer_min.see import plot as figures
+
+        figures.save(figures.curves(options.workdirs), options.output)
+
+
 def _show(lines: Iterable[str]) -> None:
     """Prints lines as this terminal can show them."""
     from flaxformer_min.see.trace_text import printable
@@ -468,11 +502,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="a file of translations, one for each line of SOURCE",
     )
     flag("--per-token", action="store_true", help="write JSON with each token's log-probability")
-    sub = model_verb(evaluate)
-    _add_search_flags(sub, IN_CONFIG)
-    flag = sub.add_argument
-    flag("--source", type=_path, help="lines to translate; the config's test split by default")
-    flag("--reference", type=_path, help="a file of translations, one for each line of SOURCE")
+    _add_evaluate_flags(model_verb(evaluate))
     flag = verb(average).add_argument
     flag("dir", type=_path, metavar="DIR", help="a workdir")
     flag("--last", type=_count, default=5, help="how many checkpoints to average")
@@ -539,6 +569,9 @@ def _add_verbs_that_show(verb: Callable[..., _Parser]) -> None:
     flag("--pooled", action="store_true", help="of --output: the mean of each line's states")
     flag("--word", type=_text, help="print cosines of its vectors: alone, and in each line")
     _add_figures(verb(plot))
+    flag = verb(compare).add_argument
+    flag("workdirs", type=_path, nargs="+", metavar="WORKDIR", help="of two runs or more")
+    flag("--output", type=_image, metavar="FILE", help="draw their curves as .png or .svg")
 
 
 def _add_one_model(parser: _Parser) -> Callable[..., Any]:
@@ -600,6 +633,19 @@ def _add_search_flags(parser: _Parser, names: Sequence[str]) -> None:
         parser.add_argument(flag, default=argparse.SUPPRESS, help=about["help"], **how)
 
 
+def _add_evaluate_flags(parser: _Parser) -> None:
+    _add_search_flags(parser, IN_CONFIG)
+    flag = parser.add_argument
+    flag("--source", type=_path, help="lines to translate; the config's test split by default")
+    flag("--reference", type=_path, help="a file of translations, one for each line of SOURCE")
+    flag(
+        "--against",
+        type=_path,
+        metavar="DIR|FILE",
+        help="a baseline: another model, or a file of translations; by paired bootstrap",
+    )
+
+
 def _add_translate_flags(parser: _Parser) -> None:
     flag = parser.add_argument
     flag(
@@ -607,6 +653,16 @@ def _add_translate_flags(parser: _Parser) -> None:
         type=_path,
         metavar="FILE",
         help="how each translation begins, a line for each line",
+    )
+    flag(
+        "--input", type=_path, metavar="FILE", help="lines to translate, in place of standard input"
+    )
+    flag("--output", type=_path, metavar="FILE", help="what to write, in place of standard output")
+    flag(
+        "--alignment",
+        type=_path,
+        metavar="FILE",
+        help="words of every line and of its translation that belong together: 0-0 1-2 ...",
     )
     flag(
         "--attention",

@@ -106,6 +106,10 @@ class DataConfig:
     # What happens to bytes that are not UTF-8: the run ends before its first step, or U+FFFD
     # replaces them.
     errors: Free[Literal["strict", "replace"]] = "strict"
+    # A folder in which runs share encoded corpora and trained tokenizers, by their content; when no
+    # run is at work it may be deleted. None: ~/.cache/flaxformer_min/corpora, or WORKDIR/corpus for
+    # a run of several processes.
+    cache: Free[str | None] = None
     tokenizer: Free[str | None] = None  # an existing SentencePiece model; None trains one
     vocab_size: Count  # pieces of the tokenizer to be trained; an existing one must have as many
     character_coverage: Share = 1.0  # share of the characters that get a piece of their own
@@ -169,8 +173,10 @@ class DecodeConfig:
 class MeshConfig:
     """Devices along each axis of the mesh; -1 means all that are left."""
 
-    data: Axis = -1  # the rows of a batch are split
-    fsdp: Axis = 1  # the rows are split, and so are weights and optimizer state
+    # The rows of a batch are split, and between steps weights and optimizer state: along data where
+    # their sizes allow, along fsdp always.
+    data: Axis = -1
+    fsdp: Axis = 1
     tensor: Axis = 1  # heads, d_ff and the vocabulary are split
 
 
@@ -200,7 +206,7 @@ def _fields(section: type, prefix: str = "", marks: tuple = ()) -> Iterator[tupl
 FIELD_TYPES = {name: kind for name, kind, _ in _fields(Config)}
 RANGES = {name: m for name, _, marks in _fields(Config) for m in marks if isinstance(m, Range)}
 FREE_ON_RESUME = {name for name, _, marks in _fields(Config) if "free" in marks}
-PATHS = ("data.dir", "data.tokenizer", "train.initialize_from")
+PATHS = ("data.dir", "data.cache", "data.tokenizer", "train.initialize_from")
 FILES = ("data.train", "data.validation", "data.test")  # paths too, if data.source is files
 
 

@@ -36,8 +36,9 @@ _OTHER_NAMES = {
     "model.num_layers": "layers n_layers nlayers num_hidden_layers encoder_layers decoder_layers "
     "num_encoder_layers depth",
     "model.d_model": "hidden_size hidden_dim hidden dim embed_dim embedding_dim emb_dim n_embd "
-    "model_dim width",
-    "model.d_ff": "ffn_dim ff_dim ff_size dim_feedforward intermediate_size mlp_dim",
+    "model_dim width encoder_embed_dim decoder_embed_dim",
+    "model.d_ff": "ffn_embed_dim encoder_ffn_embed_dim ffn_dim ff_dim ff_size dim_feedforward "
+    "intermediate_size mlp_dim",
     "model.num_heads": "heads n_heads nhead nheads n_head num_attention_heads attention_heads",
     "model.compute_dtype": "dtype fp16 bf16 amp precision mixed_precision",
     "model.remat": "gradient_checkpointing checkpoint_activations",
@@ -50,7 +51,8 @@ _OTHER_NAMES = {
     "data.target_language": "tgt tgt_lang trg target_lang",
     "data.vocab_size": "vocab vocab_sz num_words",
     "data.max_length": "max_len max_seq_len max_seq_length max_source_length max_target_length",
-    "data.tokens_per_batch": "batch_size bs batch max_tokens batch_tokens train_batch_size "
+    "data.tokens_per_batch": "max_tokens batch_tokens",
+    "a batch is counted in tokens: --data.tokens_per_batch": "batch_size bs batch train_batch_size "
     "per_device_train_batch_size per_device_batch_size",
     "optimizer.peak_learning_rate": "lr learning_rate max_lr peak_lr base_lr",
     "optimizer.warmup_steps": "warmup warmup_updates num_warmup_steps",
@@ -61,7 +63,7 @@ _OTHER_NAMES = {
     "optimizer.beta2": "adam_beta2",
     "train.steps": "max_steps num_steps num_train_steps train_steps total_steps max_updates "
     "max_update iterations iters n_iters",
-    "train.seed": "random_seed",
+    "--train.seed draws weights and dropout, --data.seed the order of the text": "seed random_seed",
     "train.label_smoothing": "smoothing label_smoothing_factor",
     "train.evaluate_every": "eval_every eval_steps eval_interval eval_freq val_every valid_freq",
     "train.checkpoint_every": "save_every save_steps save_interval save_freq checkpoint_freq",
@@ -73,11 +75,18 @@ _OTHER_NAMES = {
     "a run is counted in steps: --train.steps": "epochs num_epochs n_epochs max_epochs max_epoch "
     "num_train_epochs epoch",
     "Adam has no weight decay here, as in the paper": "weight_decay wd",
+    "the optimizer is Adam with a beta1 of 0.9, as in the paper": "optimizer optim beta1 "
+    "adam_beta1",
+    "the learning rate is the paper's: --optimizer.warmup_steps and --optimizer.peak_learning_rate "
+    "shape it": "scheduler lr_scheduler lr_scheduler_type schedule min_lr lr_decay",
+    "every step is in metrics.jsonl and in TensorBoard's events": "log_every log_interval log_freq "
+    "logging_steps print_every report_every wandb tensorboard",
+    "a thread makes the batches, and nothing is to be set": "workers num_workers",
     "the same command with the same --workdir resumes a run": "resume resume_from "
     "resume_from_checkpoint continue",
     "a run takes all devices: --mesh.data, --mesh.fsdp and --mesh.tensor arrange them, and "
     "JAX_PLATFORMS=cpu keeps to the CPU": "gpus num_gpus n_gpu gpu devices device cuda no_cuda "
-    "accelerator",
+    "accelerator cpu",
 }
 SYNONYMS = {name: meant for meant, names in _OTHER_NAMES.items() for name in names.split()}
 
@@ -110,7 +119,9 @@ def load_workdir_config(workdir: str | Path, overrides: Sequence[str] = ()) -> C
     """
     path = Path(workdir) / "config.json"
     if not path.is_file():
-        raise UserError(f"--workdir {workdir}: has no run to go on with; give --config to begin one")
+        raise UserError(
+            f"--workdir {workdir}: has no run to go on with; give --config to begin one"
+        )
     if path.with_name("manifest.json").exists():
         raise UserError(f"--workdir {workdir}: is one checkpoint and no workdir; give its workdir")
     try:
@@ -200,10 +211,17 @@ def _users_code(path: Path) -> Generator[None]:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # also exit(0), which would end a start as if all were done
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}{_hint(error)}"
         raise UserError(f"{path}{_line_of(error, path)}: {reason}") from error
     finally:
         sys.path[:] = before
+
+
+def _hint(error: BaseException) -> str:
+    """Says which field was meant by a name that no section has, as in ModelConfig(hidden=9)."""
+    pattern = r"(?:\w+Config\.__init__\(\) )?got an unexpected keyword argument '(\w+)'"
+    wrong = re.match(pattern, str(error))
+    return f"; {_meant(wrong[1])}".replace("--", "") if wrong else ""
 
 
 def _line_of(error: BaseException, path: Path) -> str:

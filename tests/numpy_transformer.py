@@ -146,15 +146,19 @@ def embed(table: Matrix, positions: Matrix | None, ids: NDArray[np.integer]) -> 
     return math.sqrt(d_model) * table[ids] + added
 
 
-def encode(weights: Weights, source: NDArray[np.integer], pad_id: int = 0) -> Matrix:
-    """The encoder's output for one sentence: [S] -> [S, D]."""
-    allowed = np.tile(source != pad_id, (len(source), 1))
-    x = embed(weights.source_table, weights.source_positions, source)
+def run_encoder(weights: Weights, ids: NDArray[np.integer], allowed: Allowed) -> Matrix:
+    """The encoder's layers, where a token may see those that are allowed: [S], [S, S] -> [S, D]."""
+    x = embed(weights.source_table, weights.source_positions, ids)
     for layer in weights.encoder:
         attended = multi_head(layer.self_attention, x, x, allowed)
         x = layer_norm(layer.self_attention_norm, x + attended)
         x = layer_norm(layer.feed_forward_norm, x + feed_forward(layer.feed_forward, x))
     return x
+
+
+def encode(weights: Weights, source: NDArray[np.integer], pad_id: int = 0) -> Matrix:
+    """The encoder's output for one sentence: [S] -> [S, D]."""
+    return run_encoder(weights, source, np.tile(source != pad_id, (len(source), 1)))
 
 
 def decode(

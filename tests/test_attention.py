@@ -328,12 +328,17 @@ def test_with_attention_silenced_the_decoder_forgets_source_and_prefix():
     np.testing.assert_array_equal(moved, np.tile(np.arange(13) == 3, (5, 1)))
 
 
-def test_the_fused_kernel_gets_the_same_mask_and_scale_and_gives_the_same_axes_back(monkeypatch):
+@pytest.mark.parametrize("queries", [1, 5])  # in the mask: the source's has one for all
+def test_the_fused_kernel_gets_the_same_mask_and_scale_and_gives_the_same_axes_back(
+    monkeypatch, queries
+):
     """Here XLA stands in for cuDNN, which needs a GPU; only the kernel's name is changed."""
     original = jax.nn.dot_product_attention
 
     def on_any_machine(*arrays, implementation, **options):
         assert implementation == "cudnn"
+        lengths = [array.shape[1] for array in arrays]
+        assert lengths == [6, 12, 12] and options["mask"].shape == (3, 1, 6, 12)
         return original(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_any_machine)
@@ -342,7 +347,7 @@ def test_the_fused_kernel_gets_the_same_mask_and_scale_and_gives_the_same_axes_b
         jnp.asarray(random.standard_normal((3, 2, length, 7)), jnp.float32)
         for length in (5, 11, 11)
     )
-    mask = jnp.asarray(random.random((3, 1, 5, 11)) < 0.5).at[..., 4].set(True)
+    mask = jnp.asarray(random.random((3, 1, queries, 11)) < 0.5).at[..., 4].set(True)
     found = cudnn_attention(query, key, value, mask)
     expected = scaled_dot_product_attention(query, key, value, mask)
     np.testing.assert_allclose(found, expected, atol=1e-5)

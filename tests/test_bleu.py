@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import sacrebleu
 
 from flaxformer_min.config import Config, DecodeConfig
 from flaxformer_min.decoding.bleu import bleu_metric, bleu_record
-from flaxformer_min.decoding.evaluate import evaluate
+from flaxformer_min.decoding.evaluate import evaluate, paired_bootstrap, rounded
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import DEFAULT, EMPTY, Translator
 from flaxformer_min.errors import UserError
@@ -97,14 +101,16 @@ def test_texts_that_look_the_same_are_the_same(tiny):
 
 
 class Upper(Translator):
-    """A translator that upper-cases."""
+    """A translator that upper-cases, or says what it is told to say."""
 
-    def __init__(self, config: Config):
-        self.config, self.step = changed(config, "decode", beam_size=2), 30
+    def __init__(self, config: Config, texts: list[str] | None = None):
+        self.config, self.step, self.texts = changed(config, "decode", beam_size=2), 30, texts
 
-    def translate(self, lines, options=DEFAULT):
+    def translate(self, lines, options=DEFAULT, *, tell):
         self.options = options
-        return [dataclasses.replace(EMPTY, text=line.upper()) for line in lines]
+        tell(len(lines))
+        texts = self.texts or [line.upper() for line in lines]
+        return [dataclasses.replace(EMPTY, text=text) for text in texts]
 
 
 def test_evaluate_translates_the_sources_and_records_how(tiny):
@@ -121,3 +127,67 @@ def test_evaluate_translates_the_sources_and_records_how(tiny):
 def test_nothing_to_evaluate_is_an_error_of_the_user(tiny):
     with pytest.raises(UserError, match="no lines"):
         evaluate(Upper(tiny), [])
+
+
+def written(path: Path, lines: list[str]) -> str:
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.mark.run
+def test_chrf_ter_and_the_paired_bootstrap_are_those_of_sacrebleus_own_command(tiny, tmp_path):
+    draw = random.Random(1)
+    references = [
+        " ".join(draw.choices(["Hund", "Katze", "und", "Baum", "sieben"], k=7)) for _ in range(23)
+    ]
+    good, bad = (
+        [" ".join(w for w in line.split() if draw.random() < keep) for line in references]
+        for keep in (0.9, 0.8)
+    )
+    config = changed(tiny, "decode", bleu_tokenize="13a")
+    record = evaluate(Upper(config, good), [("x", reference) for reference in references])
+    files = {"ref": references, "bad": bad, "good": good}
+    ref, *systems = (written(tmp_path / name, lines) for name, lines in files.items())
+    flags = ["-m", "bleu", "chrf", "ter", "-w", "2", "-f", "text"]
+
+    def said(*arguments: str) -> str:
+        command = [sys.executable, "-m", "sacrebleu", *arguments, *flags]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    alone = said(ref, "-i", systems[1])
+    for name, shown in (("BLEU", record), ("chrF2", record["chrf"]), ("TER", record["ter"])):
+        line = next(line.strip() for line in alone.splitlines() if f"{name}|" in line)
+        assert line.startswith(f"{name}|{shown['signature']} = {shown['score']:.2f}")
+    together = said(ref, "-i", *systems, "--paired-bs")
+    rows = {name: next(r for r in together.splitlines() if f"{name} │" in r) for name in systems}
+    for found in paired_bootstrap(config, good, bad, references).values():
+        for name, side in zip(systems, (found["baseline"], found), strict=True):
+            cell = f"{side['score']:.2f} ({side['mean']:.2f} ± {side['interval']:.2f})"
+            assert cell in rows[name]
+        assert f"(p = {found['p_value']:.4f})" in together and found["signature"] in together
+        assert found["score"] != found["baseline"]["score"]
+
+
+def test_a_baseline_is_another_translator_or_its_translations(tiny):
+    pairs = [("a b", "A B"), ("c d", "C D"), ("e f", "E G")]
+    other = ["A X", "C D", "E F"]
+    found = [evaluate(Upper(tiny), pairs, against=each) for each in (other, Upper(tiny, other))]
+    assert found[0] == found[1]
+    assert found[0]["against"] == paired_bootstrap(
+        Upper(tiny).config, ["A B", "C D", "E F"], other, [reference for _, reference in pairs]
+    )
+    with pytest.raises(ValueError, match="against has 1 lines for 3 pairs"):
+        evaluate(Upper(tiny), pairs, against=["A B"])
+
+
+def test_a_record_is_shown_with_two_decimals_and_its_settings_as_they_are():
+    record = {"score": 12.3456, "precisions": [1 / 3], "length_penalty_alpha": 0.123456, "step": 7}
+    inner = {"p_value": 0.123456, "mean": 2 / 3, "signature": "x"}
+    assert rounded({**record, "brevity_penalty": 0.98765, "against": inner}) == {
+        "score": 12.35,
+        "precisions": [0.33],
+        "length_penalty_alpha": 0.123456,
+        "step": 7,
+        "brevity_penalty": 0.9877,
+        "against": {"p_value": 0.1235, "mean": 0.67, "signature": "x"},
+    }

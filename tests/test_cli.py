@@ -3,6 +3,9 @@
 import gzip
 import io
 import json
+import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from flaxformer_min import cli
+from flaxformer_min.decoding.evaluate import rounded
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.system import malloc
@@ -115,6 +119,51 @@ def test_n_best_is_json_and_attention_a_file(finished, tmp_path, stdin, capsysbi
     assert len(rows[1]["cross_mean_over_heads"][0]) == found[3][0]["token_count"]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_translate_reads_and_writes_files(finished, tmp_path, capsysbinary, packed):
+    source, output, links = (tmp_path / name for name in ("in", "out", "links"))
+    source.write_bytes(gzip.compress(HOSTILE) if packed else HOSTILE)
+    output.write_text("old")
+    flags = ["--input", source, "--output", output, "--alignment", links]
+    assert main("translate", finished, *flags) == 0
+    assert capsysbinary.readouterr().out == b""
+    texts = translations(finished, LINES)
+    assert output.read_text().split("\n")[:-1] == texts
+    words = [line.split() for line in links.read_text().split("\n")[:-1]]
+    assert [len(line) for line in words] == [len(text.split()) for text in texts]
+    assert {int(link.split("-")[0]) for link in words[3]} <= {0, 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "links", "out"]
+
+
+def test_what_translate_writes_is_there_only_when_it_is_whole(finished, tmp_path, capfd):
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"now\n\xff\n")
+    for before in (None, "old"):
+        if before is not None:
+            output.write_text(before)
+        assert main("translate", finished, "--input", source, "--output", output) == 2
+        assert_one_error(capfd.readouterr().err, "in, line 2: not UTF-8")
+        assert output.exists() == (before is not None)
+        assert not (tmp_path / "out.partial").exists()
+    assert output.read_text() == "old"
+
+
+def test_a_terminal_is_told_that_a_model_is_loaded_and_asked_for_each_line(finished):
+    """A pseudo-terminal for standard input and error."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "flaxformer_min", "translate", str(finished), "--interactive"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        os.write(ours, b"now\na cat\n\x04")
+        out, errors = process.communicate()
+    os.close(ours)
+    os.close(theirs)
+    assert out.decode().split("\n")[:-1] == translations(finished, ["now", "a cat"])
+    said = f"loading {finished} ...\ntype a line to translate; Ctrl-D ends\n> > > \n"
+    assert errors.decode() == said
+
+
 def test_several_directories_are_an_ensemble_of_one_tokenizer(finished, stdin, capsysbinary):
     checkpoints = finished / "checkpoints"
     stdin(HOSTILE)
@@ -146,12 +195,32 @@ def test_evaluate_writes_the_record_as_json(finished, corpus, two_files, capsys)
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
     for files in ([], ["--source", source, "--reference", reference]):  # the same: its test split
         assert main("evaluate", finished, *files) == 0
-        assert json.loads(capsys.readouterr().out) == last["bleu"]
+        record = json.loads(capsys.readouterr().out)
+        assert record | rounded(last["bleu"]) == record
+        assert record["chrf"]["score"] > 0 and record["ter"]["signature"].startswith("nrefs:1|")
     flags = ["--beam-size", "1", "--length-penalty-alpha", "0.3", "--max-length-offset", "7"]
     assert main("evaluate", finished, "--source", source, "--reference", reference, *flags) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["beam_size"], record["length_penalty_alpha"]) == (1, 0.3)
     assert record["max_length_offset"] == 7
+
+
+def test_evaluate_against_a_model_is_that_against_its_translations(
+    finished, corpus, tmp_path, capsys
+):
+    """Of two equal systems every sample has the same score."""
+    lines = (corpus / "validation.en").read_text().splitlines()
+    texts = translations(finished, lines, step=100)
+    (tmp_path / "there").write_text("".join(text + "\n" for text in texts))
+    records = []
+    for against in (finished / "checkpoints" / "100", tmp_path / "there"):
+        assert main("evaluate", finished, "--step", "200", "--against", against) == 0
+        records.append(json.loads(capsys.readouterr().out)["against"])
+        assert records[-1].pop("system") == str(against)
+    assert records[0] == records[1] and set(records[0]) == {"bleu", "chrf", "ter"}
+    (tmp_path / "there").write_text("a\n")
+    assert main("evaluate", finished, "--against", tmp_path / "there") == 2
+    assert_one_error(capsys.readouterr().err, "there has 1 lines but 41 are translated")
 
 
 def test_average_writes_a_checkpoint_that_translate_reads(finished, tmp_path, stdin, capsysbinary):
@@ -187,6 +256,8 @@ def test_help_of_train_after_a_config_lists_every_field(corpus, capsys):
 
 
 def assert_one_error(errors: str, message: str) -> None:
+    """Above it may stand how far the command was."""
+    errors = re.sub(r"^(training the tokenizer \.\.\.|translating: \d+ lines)\n", "", errors)
     assert errors.startswith("error: ") and errors.count("\n") == 1
     assert message in errors
 
@@ -274,7 +345,17 @@ def test_a_workdir_of_another_config_is_one_line_and_status_2(corpus, finished, 
         ("translate {finished} --max-length-offset -1", "max_length_offset is -1"),
         ("translate {finished} --temperature inf", "'inf' is no finite number"),
         ("translate {finished} --errors ignore", "invalid choice: 'ignore'"),
-        ("translate {finished} --prefix {two}", "two has more lines than standard input"),
+        ("translate {finished} --prefix {two}", "two has more lines than the text, which has 0"),
+        ("translate {finished} --input {two} --output {two}", "--input and --output are one file"),
+        ("translate {finished} --input {two} --alignment {empty}/../two", "are one file"),
+        ("translate {finished} --input {empty}", "empty: no regular file"),
+        ("translate {finished} --input no", "no: No such file"),
+        ("translate {finished} --output {empty}", "empty: is no file; without the flag"),
+        ("translate {finished} --output /dev/null", "/dev/null: is no file; without the flag"),
+        ("translate {finished} --output {empty}/a/b", "b: its folder is not there"),
+        ("translate {finished} --input {two} --interactive", "--input reads a file: give one"),
+        ("evaluate {finished} --against no", "no: No such file"),
+        ("evaluate {finished} --against {empty}", "no finished checkpoint in it"),
         ("translate {finished} --prefix no", "no: No such file"),
         ("translate {finished} --attention {two}", "two: attention goes to a file that ends in"),
         ("translate {finished} --average-heads", "--average-heads belongs to --attention FILE"),

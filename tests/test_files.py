@@ -51,7 +51,7 @@ with locked(pathlib.Path(sys.argv[1]), wait=True):
 """
 
 
-def test_a_lock_is_held_against_others_until_its_process_is_killed(tmp_path):
+def test_a_lock_is_held_against_others_until_its_process_is_killed(tmp_path, capsys):
     path = tmp_path / "lock"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)],
@@ -65,6 +65,8 @@ def test_a_lock_is_held_against_others_until_its_process_is_killed(tmp_path):
         threading.Timer(0.2, process.kill).start()
         with locked(path, wait=True):
             assert process.wait() == -signal.SIGKILL
+    said = f"waiting for another process, which holds {path}\n"
+    assert capsys.readouterr().err == said
     with locked(path, wait=False):
         pass
 

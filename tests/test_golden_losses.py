@@ -29,7 +29,8 @@ def demo_losses(workdir: str | Path) -> list[float]:
     """Of the first steps, by the user's own command, on one device."""
     command = [sys.executable, "train.py", "--config", "configs/demo.py", "--workdir", str(workdir)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    subprocess.run([*command, *OVERRIDES.split()], cwd=ROOT, env=environment, check=True)
+    command += [*OVERRIDES.split(), "--data.cache", f"{workdir}/cache"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
     log = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
     return [line["loss"] for line in map(json.loads, log) if "loss" in line]
 

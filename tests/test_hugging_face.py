@@ -1,14 +1,20 @@
 """Datasets of Hugging Face as a source, with a stand-in for their library."""
 
 import dataclasses
+import itertools
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data import hugging_face
+from flaxformer_min.data.corpus import prepare_split
+from flaxformer_min.data.phrases import pair
 from flaxformer_min.data.sources import open_sources
+from flaxformer_min.data.tokenizer import open_tokenizer
+from flaxformer_min.data.tokenizer_training import train_tokenizer
 from flaxformer_min.errors import UserError
 
 PAIRS = [(f"line {n}\n", f"Zeile\r\n{n}") for n in range(11)]
@@ -117,3 +123,31 @@ def test_an_example_without_text_is_named_by_its_number(library):
 def test_without_the_library_the_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'flaxformer_min[hf]'" in message()
+
+
+def test_the_real_library_gives_the_ids_that_files_give(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pairs = [pair("train", n, "en", "de") for n in range(5003)]
+    columns = dict(zip(("en", "de"), map(list, zip(*pairs, strict=True)), strict=True))
+    (tmp_path / "parquet").mkdir()
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "parquet" / "train.parquet")
+    for language, texts in columns.items():
+        (tmp_path / language).write_text("".join(f"{text}\n" for text in texts))
+    from_hub = dataclasses.replace(
+        CONFIG, source=f"hf:{tmp_path / 'parquet'}", train=("train",), dir=str(tmp_path / "cache")
+    )
+    from_files = dataclasses.replace(CONFIG, source="files", train=("en", "de"), dir=str(tmp_path))
+    lines = itertools.chain(*pairs)
+    wide = dataclasses.replace(from_files, vocab_size=503)
+    tokenizer = open_tokenizer(train_tokenizer(lines, wide))
+    found, wanted = (
+        prepare_split(config, config.train, tokenizer, tmp_path / f"corpus{n}")[0]
+        for n, config in enumerate((from_hub, from_files))
+    )
+    assert len(found) == len(wanted) == 5003
+    for side in (0, 1):
+        width = wanted.lengths[:, side].max()
+        ids = [np.zeros((5003, width), np.int32) for _ in range(2)]
+        for corpus, rows in zip((found, wanted), ids, strict=True):
+            corpus.copy_rows(np.arange(5003), side, rows)
+        np.testing.assert_array_equal(*ids)

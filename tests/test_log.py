@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import resource
 import struct
 import time
@@ -17,6 +18,8 @@ from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.log import MetricsLog
 from flaxformer_min.training.optimizer import warmup_inverse_sqrt
 from flaxformer_min.training.state import Metrics
+
+HPARAMS = {"model.d_model": 16, "data.source": "files", "model.biases": False, "train.rate": None}
 
 
 def lines(workdir: Path) -> list[dict]:
@@ -36,14 +39,18 @@ def events(workdir: Path) -> list[tuple[str, int, float]]:
         while data:
             (size,) = struct.unpack("<Q", data[:8])
             event = Event.FromString(data[12 : 12 + size])
-            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            found += [
+                (v.tag, event.step, v.simple_value)
+                for v in event.summary.value
+                if v.WhichOneof("value") == "simple_value"
+            ]
             data = data[16 + size :]
     return found
 
 
 def open_log(workdir: Path, step: int = 0, evaluation: dict | None = None) -> MetricsLog:
     at, schedule = Cursor(step, evaluation=evaluation), warmup_inverse_sqrt(16, 10, peak=0.5)
-    return MetricsLog(workdir, at, 40, schedule, lambda step: [1000 + step, 7])
+    return MetricsLog(workdir, at, 40, schedule, lambda step: [1000 + step, 7], HPARAMS)
 
 
 def metrics(loss: float, skipped: int = 0, in_a_row: int = 0) -> Metrics:
@@ -52,14 +59,17 @@ def metrics(loss: float, skipped: int = 0, in_a_row: int = 0) -> Metrics:
 
 
 def test_a_run_logs_every_step_once_and_its_evaluations(finished):
-    training = [line for line in lines(finished) if "loss" in line]
-    evaluations = [line for line in lines(finished) if "loss" not in line]
+    training, evaluations = (
+        [line for line in lines(finished) if line["kind"] == kind]
+        for kind in ("train", "validation")
+    )
+    assert len(training) + len(evaluations) == len(lines(finished))
     assert [line["step"] for line in training] == list(range(1, 201))
     for line in training:
         assert set(line) == {
-            "step", "loss", "tokens", "gradient_norm", "learning_rate", "tokens_per_second",
+            "step", "kind", "loss", "tokens", "gradient_norm", "learning_rate", "tokens_per_second",
         }  # fmt: skip
-        assert all(value > 0 for value in line.values())
+        assert all(value > 0 for name, value in line.items() if name != "kind")
     assert [line["step"] for line in evaluations] == [100, 200]
     for line in evaluations:
         assert line["validation_perplexity"] == pytest.approx(math.exp(line["validation_loss"]))
@@ -67,13 +77,45 @@ def test_a_run_logs_every_step_once_and_its_evaluations(finished):
         assert {"score", "signature", "beam_size", "length_penalty_alpha"} <= set(line["bleu"])
 
 
-def test_tensorboard_events_hold_the_same_numbers(finished):
+def test_an_evaluation_shows_the_same_three_lines_each_time_with_their_translations(
+    finished, corpus
+):
+    pairs = [(corpus / f"validation.{side}").read_text().splitlines() for side in ("en", "de")]
+    known = set(zip(*pairs, strict=True))
+    first, last = (line["samples"] for line in lines(finished) if line["kind"] == "validation")
+    for one, other in zip(first, last, strict=True):
+        assert (one["source"], one["reference"]) == (other["source"], other["reference"])
+        assert (one["source"], one["reference"]) in known and isinstance(one["translation"], str)
+    assert len(first) == 3
+
+
+def test_tensorboard_events_hold_the_same_numbers_in_groups(finished):
     found = {(name, step): value for name, step, value in events(finished)}
     for line in lines(finished):
-        for name in line.keys() - {"step", "bleu"}:
-            assert found[name, line["step"]] == pytest.approx(line[name], rel=1e-6)
+        for name in line.keys() - {"step", "kind", "bleu", "samples"}:
+            tag = f"{line['kind']}/{name.removeprefix('validation_')}"
+            assert found[tag, line["step"]] == pytest.approx(line[name], rel=1e-6)
         if "bleu" in line:
-            assert found["bleu", line["step"]] == pytest.approx(line["bleu"]["score"])
+            assert found["validation/bleu", line["step"]] == pytest.approx(line["bleu"]["score"])
+    assert {name.split("/")[0] for name, _ in found} == {"train", "validation"}
+
+
+def test_tensorboard_has_the_settings_of_a_run_and_its_samples_as_text(tmp_path):
+    log = open_log(tmp_path)
+    hostile = {"source": "a|b <b>", "reference": "*c* `d`", "translation": ""}
+    bleu = {"score": 9.0, "signature": "x"}
+    log.evaluation(
+        7,
+        {"validation_loss": 1.0, "validation_perplexity": 2.7, "bleu": bleu, "samples": [hostile]},
+    )
+    log.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    (session,) = re.findall(rb"model\.d_model.{1,9}\x00\x00\x000@", path.read_bytes(), re.DOTALL)[
+        :1
+    ]
+    assert session and b"validation/samples" in path.read_bytes()
+    row = b"| <code>a&#124;b &lt;b&gt;</code> | <code>*c* `d`</code> | <code></code> |"
+    assert row in path.read_bytes()
 
 
 def test_opening_the_log_at_a_step_drops_later_lines_and_a_cut_one(tmp_path):
@@ -219,10 +261,18 @@ def test_a_step_that_changes_nothing_has_the_rate_that_its_update_would_have_had
     assert rates == pytest.approx([0.10, 0.15, 0.15, 0.15])
 
 
-def test_without_a_terminal_every_fiftieth_step_is_a_line(tmp_path, capsys):
-    log = open_log(tmp_path)
-    for step in (49, 50, 51, 99, 100, 101):
+def test_without_a_terminal_the_first_step_is_a_line_and_then_one_when_it_is_time(
+    tmp_path, capsys, monkeypatch
+):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    log = open_log(tmp_path, step=10)
+    for step, seconds in ((11, 0.5), (12, 0.9), (13, 2.1), (14, 2.2), (16, 6.0), (17, 7.0)):
+        clock.now = seconds
         log.push(step, metrics(4.0))
+        log.flush()
     log.close()
-    said = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["step 50/40", "step 100/40"]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in said] == ["step 11/40", "step 13/40", "step 16/40"]
+    assert said[0] == "step 11/40: loss 4.000, 48 tokens/s"
+    assert said[1] == "step 13/40: loss 4.000, 20 tokens/s, 00:21 left"  # 27 steps at 1.6 / 2 s

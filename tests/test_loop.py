@@ -49,7 +49,9 @@ BLEU = {"score": 1.0, "signature": "none"}
 
 def losses(workdir: Path) -> list[tuple[str, str]]:
     """(step, loss) of every training step, as the text in metrics.jsonl."""
-    return re.findall(r'"step": (\d+), "loss": ([^,]+),', (workdir / "metrics.jsonl").read_text())
+    return re.findall(
+        r'"step": (\d+), "kind": "train", "loss": ([^,]+),', (workdir / "metrics.jsonl").read_text()
+    )
 
 
 def evaluations(workdir: Path) -> list[dict]:
@@ -111,7 +113,12 @@ def test_a_run_stopped_in_every_phase_ends_like_one_never_stopped(tiny, finished
         (validation, "evaluation_batches", 1, [50, 100]),
         (Translator, "decode", 1, [50, 100]),
         (Trainer, "step", 18, [50, 100, 118]),
-        (Validation, "bleu", 1, [50, 100, 150, 200]),  # the last is interim: it counts for nothing
+        (
+            Validation,
+            "translations",
+            1,
+            [50, 100, 150, 200],
+        ),  # the last is interim: it counts for nothing
     ]
     for owner, name, call, steps in phases:
         with signalled_in(owner, name, call):

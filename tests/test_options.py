@@ -1,6 +1,7 @@
 """Options: the config's values where none are given, and one line for what makes no sense."""
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,33 @@ def test_only_what_decides_shapes_is_compiled_in():
     assert one == structure(Options(max_length_offset=CONFIG.max_length_offset))
     drawn = structure(Options(sample=True, top_k=3, temperature=0.5, seed=1))
     assert drawn == structure(Options(sample=True, top_k=4, temperature=0.6, seed=2))
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"beam_size": "4"}, "beam_size is '4': it must be a whole number"),
+        ({"beam_size": True}, "beam_size is True: it must be a whole number"),
+        ({"n_best": None}, "n_best is None: it must be a whole number"),
+        ({"sample": "yes"}, "sample is 'yes': it must be True or False"),
+        ({"sample": True, "top_k": 2.5}, "top_k is 2.5: it must be a whole number"),
+        ({"length_penalty_alpha": "x"}, "length_penalty_alpha is 'x': it must be a number"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line_that_names_it(values, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        Options(**values).with_defaults(CONFIG)
+    assert Options(sample=True, temperature=2).with_defaults(CONFIG).temperature == 2.0
+
+
+@pytest.mark.parametrize(
+    ("values", "meant"),
+    [({"beam": 4}, "beam_size"), ({"num_beams": 4}, "beam_size"), ({"topk": 4}, "top_k")],
+)
+def test_a_name_that_is_no_option_leads_to_the_one_meant(values, meant):
+    with pytest.raises(TypeError, match=f"is no field of Options: did you mean {meant}"):
+        Options(**values)
+    with pytest.raises(TypeError, match=r"write Options\(beam_size=4\)"):
+        Options(4)
+    assert dataclasses.replace(pickle.loads(pickle.dumps(Options(n_best=3))), seed=5).n_best == 3

@@ -35,8 +35,16 @@ from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import count_parameters, split_model
 from flaxformer_min.model.masks import causal_mask, padding_mask
-from flaxformer_min.see.float16 import to_float16
-from flaxformer_min.see.page import PARTS, WORKER, choose_examples, join, make_page, read, script
+from flaxformer_min.see.page import (
+    PARTS,
+    WORKER,
+    choose_examples,
+    join,
+    make_page,
+    read,
+    script,
+    to_float16,
+)
 from flaxformer_min.see.pieces import describe_tokenizer
 from tools.browser import Browser, find_browser
 
@@ -398,6 +406,14 @@ def test_the_sizes_of_base_and_big_are_those_of_the_package(model):
     assert said in read("page.html")
     parts = re.findall(rf"{total:,} param.*\n.*\n *<p.*?>(.*)</p>", read("page.html"))[0]
     assert sum(int(n.replace(",", "")) for n in re.findall(r" ([\d,]*\d)", parts)) == total
+
+
+def test_the_page_keeps_to_its_budget_of_lines():
+    lines = "".join(read(path.name) for path in PARTS.glob("*.js")).splitlines()
+    code = [line for line in map(str.strip, lines) if line]
+    comments = sum(line.startswith(("//", "/**", "*")) for line in code)
+    assert comments > 60
+    assert 800 < len(code) - comments <= 900
 
 
 def test_an_installed_package_has_the_files_of_the_page():

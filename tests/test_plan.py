@@ -100,7 +100,7 @@ def test_a_plan_knows_the_bytes_of_a_device(planned):
     assert [tuple(shape.bucket) for shape in planned.shapes] == [(16, 16, 16)]
     memory = planned.shapes[0].memory
     whole = 4 * planned.parameters
-    assert whole / 2 < memory["parameters"] < 0.7 * whole
+    assert whole / 8 < memory["parameters"] < 0.2 * whole  # split over data x fsdp
     assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
     assert memory["temporaries"] > 0
     assert planned.hours is None and not planned.advice
@@ -113,7 +113,7 @@ def test_json_and_table_say_the_same(planned):
     shape = tree["shapes"][0]
     assert shape["bucket"] == {"rows": 16, "source_length": 16, "target_length": 16}
     assert shape["flops"] == planned.shapes[0].flops and shape["seconds"] is None
-    assert {"kind", "bytes", "trips", "source"} == set(shape["collectives"][0])
+    assert {"kind", "bytes", "trips", "source", "channel"} == set(shape["collectives"][0])
     assert "16 x 16 x 16" in text and "exchanges" in text
 
 

@@ -4,6 +4,7 @@ import contextlib
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,8 +19,7 @@ from flaxformer_min.checkpoints.retention import find_checkpoints
 from flaxformer_min.config import Config
 from flaxformer_min.data.batching import assemble
 from flaxformer_min.errors import UserError
-from flaxformer_min.system import processes, rendezvous
-from flaxformer_min.system.failures import verdict_of
+from flaxformer_min.system import failures, processes, rendezvous
 from flaxformer_min.system.processes import broadcast, exchange, on_first
 from flaxformer_min.training import loop
 from flaxformer_min.training.prepared_data import prepare_data
@@ -85,7 +85,7 @@ def test_a_mistake_ends_both_with_one_line_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("silent", "failures", "since", "expected"),
+    ("silent", "failed", "since", "expected"),
     [
         ([0, 59, 59], {}, None, None),
         ([0, 61, 1], {}, None, (1, True, "process 1 has died or hangs: no sign of life for 61")),
@@ -99,11 +99,9 @@ def test_a_mistake_ends_both_with_one_line_of_the_first(tmp_path):
         ([0, 1, 1], {0: [None, 130]}, 3, (130, False, None)),
     ],
 )
-def test_how_a_run_ends_follows_from_who_failed_and_who_is_silent(
-    silent, failures, since, expected
-):
+def test_how_a_run_ends_follows_from_who_failed_and_who_is_silent(silent, failed, since, expected):
     seconds = {process: float(value) for process, value in enumerate(silent)}
-    verdict = verdict_of(seconds, failures, None if since is None else float(since))
+    verdict = failures.verdict_of(seconds, failed, None if since is None else float(since))
     if expected is None:
         assert verdict is None
         return
@@ -264,3 +262,18 @@ def test_the_rows_of_all_processes_make_the_batch(tiny, tmp_path, mesh):
             for side in range(2):
                 np.testing.assert_array_equal(part[side], whole[side][p::3])
     assert isinstance(place_rows(made, whole).source, jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("missing", "printed"), [([], "traceback\nerror: what\n"), ([0], "error: what\n")]
+)
+def test_a_process_tells_its_bug_unless_that_follows_from_the_end_of_another(
+    monkeypatch, capsys, missing, printed
+):
+    watch = object.__new__(failures.Watch)
+    watch._traceback = "traceback\n"
+    monkeypatch.setattr(failures, "leave", lambda: None)
+    monkeypatch.setattr(failures.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        watch._leave(failures.Verdict("what", 3, missing))
+    assert (ended.value.code, capsys.readouterr().err) == (3, printed)

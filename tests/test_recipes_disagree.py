@@ -11,7 +11,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 # Choices of the user and of the machine, about which recipes have nothing to say.
 CHOSEN_BY_USERS = {
     *("model.compute_dtype", "model.attention", "model.remat", "model.scan_layers"),
-    *("data.dir", "data.source_language", "data.tokenizer", "data.row_multiple"),
+    *("data.dir", "data.cache", "data.source_language", "data.tokenizer", "data.row_multiple"),
     *("data.errors", "data.seed", "train.seed"),
     *("optimizer.accumulation", "train.keep_best", "train.initialize_from"),
     *("decode.max_length_offset", "mesh.data", "mesh.fsdp", "mesh.tensor"),

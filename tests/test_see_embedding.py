@@ -90,7 +90,7 @@ def test_pieces_that_training_never_told_apart_are_left_out_and_refused(loaded):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"), [("bad", "ask for one of its parts, ▁b a d"), ("世", "another word")]
+    ("word", "message"), [("bad", "ask for a part of it, ▁b a d"), ("世", "another word")]
 )
 def test_a_word_that_is_no_piece_is_an_error_that_names_its_pieces(loaded, word, message):
     with pytest.raises(UserError, match=message):

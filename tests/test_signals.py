@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flaxformer_min.checkpoints.retention import find_checkpoints
-from flaxformer_min.system.signals import STOP_SIGNALS, AgreedStop, StopRequest
+from flaxformer_min.system.signals import AT_ONCE, STOP_SIGNALS, AgreedStop, StopRequest
 from tools import tiny_config
 from tools.processes import metrics
 
@@ -35,7 +35,8 @@ LONG, SHORT = 2 * 10**9, 10**6  # rounds: many minutes, about a second
 def started(deferring: bool, rounds: int) -> subprocess.Popen[str]:
     program = PROGRAM.format(deferring=deferring, rounds=rounds)
     command = [sys.executable, "-c", program]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -58,8 +59,8 @@ def test_a_second_signal_ends_the_process_while_it_is_in_a_long_call(deferring, 
         for number in signals:
             process.send_signal(number)
             time.sleep(0.2)  # two equal ones on their way together are one to the system
-        output, _ = process.communicate(timeout=60)
-    assert (process.returncode, output) == (status, "")
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (status, "", f"{AT_ONCE}\n")
 
 
 @pytest.mark.run
@@ -77,8 +78,8 @@ def test_a_request_in_a_long_call_is_known_when_it_comes_back(signals):
         for number in signals:
             process.send_signal(number)
             time.sleep(0.2)
-        output, _ = process.communicate(timeout=60)
-    assert (process.returncode, output) == (0, "came back True\n")
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (0, "came back True\n", "")
 
 
 @pytest.mark.parametrize(

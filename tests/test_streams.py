@@ -2,13 +2,15 @@
 
 import io
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from flaxformer_min.data.lines import decode_lines
+from flaxformer_min.decoding.files import to_json
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.streams import ready_lines, translate_stream
+from flaxformer_min.decoding.streams import line_groups, ready_lines, translate_stream
 from flaxformer_min.decoding.translator import EMPTY, Translator
 from flaxformer_min.errors import UserError
 
@@ -29,9 +31,13 @@ def translator(finished) -> Translator:
     return Translator.load(finished)
 
 
-def stream(translator, *pieces: bytes, **options) -> list[str]:
-    groups = translate_stream(translator, Arriving(*pieces), **options)
-    return [line for group in groups for line in group]
+def arriving(*pieces: bytes, **how) -> Iterator[list[str]]:
+    return line_groups(Arriving(*pieces), "standard input", **how)
+
+
+def stream(translator, *pieces: bytes, errors="strict", **options) -> list[str]:
+    groups = translate_stream(translator, arriving(*pieces, errors=errors), **options)
+    return [each.text for group in groups for each in group]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,7 @@ def test_lines_are_taken_as_they_come(pieces, groups):
 
 def test_what_is_done_is_there_before_more_is_read(translator):
     source = Arriving(b"now\n\n", b"dogs\nse", b"e\n")
-    groups = translate_stream(translator, source)
+    groups = translate_stream(translator, line_groups(source, "it"))
     assert [(len(group), len(source.pieces)) for group in groups] == [(2, 2), (1, 1), (1, 0)]
 
 
@@ -84,7 +90,7 @@ def test_hostile_lines_leave_their_neighbours_alone(translator):
 
 def test_invalid_utf8_is_named_or_replaced(translator):
     pieces = (b"now\n", b"dogs\n\xff\nsee\n")
-    groups = translate_stream(translator, Arriving(*pieces))
+    groups = translate_stream(translator, arriving(*pieces))
     assert len(next(groups)) == 1
     with pytest.raises(UserError, match="standard input, line 3: not UTF-8"):
         next(groups)
@@ -115,9 +121,9 @@ def test_prefixes_go_with_their_lines_over_blocks(translator, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"see\n", "prefix has more lines than standard input, which has 1"),
-        (b"a\nb\nc\nd", "prefix has 3 lines but standard input has more"),
-        (b"", "prefix has more lines than standard input, which has 0"),
+        (b"see\n", "prefix has more lines than the text, which has 1"),
+        (b"a\nb\nc\nd", "prefix has 3 lines but the text has more"),
+        (b"", "prefix has more lines than the text, which has 0"),
     ],
 )
 def test_another_number_of_prefixes_is_an_error_of_the_user(translator, tmp_path, text, message):
@@ -130,11 +136,9 @@ def test_another_number_of_prefixes_is_an_error_of_the_user(translator, tmp_path
 
 
 def test_json_has_an_array_of_hypotheses_for_each_line(translator):
-    lines = ["a cat", "", "now"]
-    found = stream(translator, "\n".join(lines).encode(), options=Options(n_best=2), as_json=True)
-    expected = translator.translate(lines, Options(n_best=2))
-    assert len(found) == 3
-    for text, translation in zip(map(json.loads, found), expected, strict=True):
+    expected = translator.translate(["a cat", "", "now"], Options(n_best=2))
+    for translation in expected:
+        text = json.loads(to_json(translation))
         assert len(text) == 1 + len(translation.others) == (2 if translation.tokens else 1)
         for row, each in zip(text, (translation, *translation.others), strict=True):
             assert row == {
@@ -149,23 +153,6 @@ def test_json_has_an_array_of_hypotheses_for_each_line(translator):
 def test_options_that_make_no_sense_are_told_before_a_line_comes(translator):
     with pytest.raises(UserError, match="n_best is 3"):
         stream(translator, options=Options(n_best=3))
-
-
-def test_the_attention_of_each_line_goes_with_its_number_and_pieces(translator):
-    rows = []
-    stream(
-        translator,
-        b"a cat\n\n",
-        b"see " * 30,
-        options=Options(attention=True),
-        write_attention=lambda *row: rows.append(row),
-    )
-    (first, source, target, weights), (third, long, _, _) = rows
-    assert (first, third) == (1, 3)
-    tokenizer = translator.tokenizer
-    assert source == tokenizer.pieces(tokenizer.encode("a cat"))
-    assert weights.cross.shape[-2:] == (len(target), len(source))
-    assert len(long) == 16 and long[-1] == "</s>"
 
 
 @pytest.mark.usefixtures("as_users_have_it")

@@ -553,6 +553,10 @@ def test_attention_comes_with_each_hypothesis_if_asked_for(translator):
         (["see", None], r"lines\[1\] is None \(NoneType\): it must be a string"),
         ([b"see"], r"lines\[0\] is b'see' \(bytes\): it must be a string"),
         (["", 7], r"lines\[1\] is 7 \(int\): it must be a string"),
+        (None, r"lines is None \(NoneType\): it must be a list of strings"),
+        ({"see"}, r"lines is {'see'} \(set\): it must be a list of strings; write list\(...\)"),
+        (iter(["see"]), r"it must be a list of strings; write list\(...\)"),
+        ({"see": "now"}, r"\(dict\): it must be a list of strings; write list\(...\)"),
     ],
 )
 def test_lines_that_are_no_strings_are_a_type_error_at_once(translator, lines, message):
@@ -581,6 +585,8 @@ def test_prefixes_are_strings_and_as_many_as_the_lines(translator):
         (["Oct 7", "7. Okt."], r"pairs\[0\] is 'Oct 7' \(str\): it must be \(source, target\)"),
         (("ab", "cd"), r"pairs\[0\] is 'ab' \(str\)"),
         ("ab", "pairs is one string"),
+        (None, r"pairs is None \(NoneType\): it must be a list of pairs of strings"),
+        (zip(["a"], ["b"], strict=True), r"it must be a list of pairs .*; write list\(...\)"),
         ([("a", "b"), ("a", "b", "c")], r"pairs\[1\] is \('a', 'b', 'c'\) \(tuple\)"),
         ([("a", "b"), ("a", None)], r"pairs\[1\] is \('a', None\) \(tuple\)"),
         ([("a", "b"), None], r"pairs\[1\] is None \(NoneType\)"),
@@ -590,6 +596,37 @@ def test_what_is_no_pair_of_strings_is_a_type_error(translator, pairs, message):
     for function in (translator.score, translator.score_tokens):
         with pytest.raises(TypeError, match=message):
             function(pairs)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize("options", [None, {"beam_size": 4}])
+def test_what_is_no_options_is_a_type_error(translator, options):
+    with pytest.raises(TypeError, match=r"^options is .*: it must be Options\(beam_size=4\), say"):
+        translator.translate(["see"], options)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    ("arguments", "step", "message"),
+    [
+        ([None], None, r"directory is None \(NoneType\): it must be a path, a string or a Path"),
+        ([["a"]], None, r"directory is \['a'\] \(list\): it must be a path"),
+        (["a"], "100", r"step is '100' \(str\): it must be a whole number, 'best' or None"),
+        (["a"], 1.0, "step is 1.0"),
+        (["a"], True, "step is True"),
+    ],
+)
+def test_what_is_no_path_or_no_step_is_a_type_error_that_names_the_argument(
+    arguments, step, message
+):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        Translator.load(*arguments, step=step)
+
+
+@pytest.mark.parametrize("path", ["", "gs://bucket/run"])
+def test_a_path_that_cannot_be_one_is_named(path):
+    with pytest.raises(ValueError, match=r"^directory: "):
+        Translator.load(path)
 
 
 def test_half_a_character_is_read_as_the_replacement_character(translator):

@@ -65,12 +65,22 @@ def test_translations_in_any_order_go_to_their_lines_and_what_is_left_out_is_bla
         yield [(place, references[place]) for place in range(1, last)]
 
     validation, params = validation_with(translate, tiny, data)
-    record = validation.bleu(params, 7, AgreedStop(StopRequest()))
+    texts = validation.translations(params, AgreedStop(StopRequest()))
     ((whole, lines, first_line),) = asked
     assert (lines, first_line) == ((corpus / "validation.en").read_text().splitlines(), 1)
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(whole))
-    assert record["step"] == 7 and record["lines"] == len(references)
-    assert record["precisions"][0] == 100 and record["brevity_penalty"] < 1  # line 0 is blank
+    assert texts == ["", *references[1:]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 41])
+def test_the_samples_are_spread_over_the_lines_and_none_comes_twice(tiny, data, count):
+    validation, _ = validation_with(lambda *arguments: iter([]), tiny, data)
+    validation._sources, validation._references = ([f"{s}{n}" for n in range(count)] for s in "sr")
+    samples = validation._samples([f"t{n}" for n in range(count)])
+    chosen = {1: [0], 2: [0, 1], 3: [0, 1, 2], 41: [6, 20, 34]}[count]
+    assert samples == [
+        {"source": f"s{n}", "reference": f"r{n}", "translation": f"t{n}"} for n in chosen
+    ]
 
 
 def test_a_stop_between_two_batches_gives_the_evaluation_up_and_asks_for_no_more(tiny, data):
@@ -84,7 +94,7 @@ def test_a_stop_between_two_batches_gives_the_evaluation_up_and_asks_for_no_more
 
     validation, params = validation_with(translate, tiny, data)
     with pytest.raises(GivenUp):
-        validation.bleu(params, 7, AgreedStop(stop))
+        validation.translations(params, AgreedStop(stop))
     assert batches == [0, 1]  # the second is thrown away
 
 

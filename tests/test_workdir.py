@@ -1,16 +1,24 @@
 """What a workdir lets in: its own run, and nothing that would mix two."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
+from flaxformer_min.config import Config
 from flaxformer_min.config_rules import config_to_json
+from flaxformer_min.data import corpus
 from flaxformer_min.data.tokenizer_training import prepare_tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.training import loop, prepared_data
@@ -19,6 +27,12 @@ from flaxformer_min.training.workdir import claim, hold, write_config
 from tools.tiny_config import changed
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def alone(tiny, tmp_path) -> Config:
+    """The config of a run whose cache no other test fills."""
+    return changed(tiny, "data", cache=str(tmp_path / "cache"))
 
 
 def fake_checkpoint(folder: Path) -> None:
@@ -147,7 +161,7 @@ def test_a_process_that_does_not_see_what_process_0_prepared_says_so(
     prepare_data(tiny, there)
     report = json.loads((there / "corpus.json").read_text())
     digests = {split: report[split]["digest"] for split in ("train", "validation")}
-    digests["tokenizer"] = report["tokenizer"]
+    digests |= {"tokenizer": report["tokenizer"], "cache": str(here / "corpus")}
     here.mkdir()
     for name in seen:
         shutil.copy(there / name, here)
@@ -155,25 +169,26 @@ def test_a_process_that_does_not_see_what_process_0_prepared_says_so(
     monkeypatch.setattr(prepared_data, "is_first", lambda: False)
     with pytest.raises(UserError, match=f"--workdir {here}: must be on a disk that all processes"):
         prepare_data(tiny, here)
+    digests["cache"] = tiny.data.cache
     assert prepare_data(tiny, there).tokenizer.sha256 == digests["tokenizer"]
 
 
 def test_a_start_killed_before_its_tokenizer_was_written_does_not_bind_the_next(
-    tiny, tmp_path, monkeypatch
+    alone, tmp_path, monkeypatch
 ):
     def killed(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, hold(tmp_path, tiny):
+    with monkeypatch.context() as patch, hold(tmp_path, alone):
         patch.setattr(prepared_data, "prepare_tokenizer", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare_data(tiny, tmp_path)
-    smaller = changed(tiny, "data", vocab_size=285)
+            prepare_data(alone, tmp_path)
+    smaller = changed(alone, "data", vocab_size=285)
     with hold(tmp_path, smaller):
         assert prepare_data(smaller, tmp_path).tokenizer.vocab_size == 285
 
 
-def test_a_tokenizer_is_trained_once_for_a_text_and_a_config(tiny, tmp_path, monkeypatch):
+def test_a_tokenizer_is_trained_once_for_a_text_and_what_decides_it(alone, tmp_path, monkeypatch):
     trained = []
 
     def counted(config, lines):
@@ -181,15 +196,15 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_a_config(tiny, tmp_path, mon
         return prepare_tokenizer(config, lines)
 
     def start(**data):
-        config = changed(tiny, "data", **data)
+        config = changed(alone, "data", **data)
         with hold(run, config):
             return prepare_data(config, run).tokenizer.sha256
 
     monkeypatch.setattr(prepared_data, "prepare_tokenizer", counted)
     run = tmp_path / "run"
     first = start()
-    assert start() == first and trained == [290]
-    (kept,) = (run / "corpus").glob("*.tokenizer")
+    assert start(max_length=12, tokens_per_batch=192) == first and trained == [290]
+    (kept,) = (tmp_path / "cache").glob("*.tokenizer")
     for damaged in (kept.read_bytes()[:-1], b"X" + kept.read_bytes()[1:], b""):
         kept.write_bytes(damaged)
         assert start() == first
@@ -197,10 +212,59 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_a_config(tiny, tmp_path, mon
     other = start(vocab_size=285)
     assert other != first and trained == [290] * 4 + [285]
     for name in ("train.en", "train.de"):  # other text in files of other names
-        text = (Path(tiny.data.dir) / name).read_bytes()
-        (Path(tiny.data.dir) / f"more.{name}").write_bytes(text + b"x\n")
-    assert start(train=("more.train.en", "more.train.de")) != first
+        text = (Path(alone.data.dir) / name).read_bytes()
+        (tmp_path / name).write_bytes(text + b"x\n")
+    assert start(train=(str(tmp_path / "train.en"), str(tmp_path / "train.de"))) != first
     assert start() == first and len(trained) == 6
+
+
+@pytest.mark.run
+def test_a_sweep_encodes_its_text_once_even_if_its_runs_start_at_once(
+    alone, tmp_path, monkeypatch, capfd
+):
+    begun, write = threading.Barrier(2), corpus._Writer.write
+    first = [True]
+
+    def slow(writer, source):
+        if first.pop() if first else False:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                begun.wait(0.5)  # the other run has all the time to do the same
+        return write(writer, source)
+
+    monkeypatch.setattr(corpus._Writer, "write", slow)
+    configs = [changed(alone, "model", dropout=rate) for rate in (0.0, 0.1, 0.2, 0.3)]
+    for n in range(4):
+        (tmp_path / str(n)).mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda n: prepare_data(configs[n], tmp_path / str(n)), range(4)))
+    told = capfd.readouterr().err
+    assert len(re.findall(r"^encoding .*: \d+ pairs$", told, re.MULTILINE)) == 2
+    assert told.count("training the tokenizer") == 1
+    assert told.count(f"{tmp_path}/cache: encoded text, shared by all runs (data.cache)") == 4
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+    shutil.rmtree(tmp_path / "cache")  # a workdir is whole without it
+    fake_checkpoint(tmp_path / "3")
+    again = prepare_data(configs[3], tmp_path / "3")
+    for data in (*found, again):
+        assert data.tokenizer.sha256 == found[0].tokenizer.sha256
+        np.testing.assert_array_equal(data.train.lengths, found[0].train.lengths)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_without_a_folder_named_the_cache_is_the_users_or_on_the_disk_that_processes_share(
+    alone, tmp_path, monkeypatch, processes
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    folder = tmp_path / "flaxformer_min" / "corpora"
+    where, config = prepared_data._cache_of, changed(alone, "data", cache=None)
+    if processes == 2:
+        assert where(config, tmp_path / "w") == tmp_path / "w" / "corpus"
+        return
+    assert where(config, tmp_path / "w") == folder and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert where(config, tmp_path / "w") == tmp_path / "w" / "corpus"
+    assert where(alone, tmp_path / "w") == tmp_path / "cache"
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tokenizer.model"])
@@ -330,28 +394,30 @@ def claim_in(run: Path, tiny) -> None:
 
 @pytest.mark.run
 def test_a_linked_workdir_and_a_linked_corpus_are_used_and_their_targets_stay(tiny, tmp_path):
-    (tmp_path / "disk" / "run").mkdir(parents=True)
+    """A workdir that has a folder for them keeps its token ids in it."""
+    (tmp_path / "disk" / "run" / "corpus").mkdir(parents=True)
+    own = changed(tiny, "data", cache=None)
     run = tmp_path / "run"
     run.symlink_to(tmp_path / "disk" / "run")
-    with hold(run, tiny):
-        data = prepare_data(tiny, run)
+    with hold(run, own):
+        data = prepare_data(own, run)
     digest = json.loads((run / "corpus.json").read_text())["train"]["digest"]
     linked, target = run / "corpus" / digest, tmp_path / "disk" / "corpus"
     linked.rename(target)
     linked.symlink_to(target)
     lengths = data.train.lengths.tolist()
-    with hold(run, tiny):
-        assert prepare_data(tiny, run).train.lengths.tolist() == lengths
+    with hold(run, own):
+        assert prepare_data(own, run).train.lengths.tolist() == lengths
     assert linked.is_symlink()
     (target / "ids").write_bytes(b"damaged")
     (run / "corpus" / "1.partial").symlink_to(target)
-    with hold(run, tiny):
-        assert prepare_data(tiny, run).train.lengths.tolist() == lengths
+    with hold(run, own):
+        assert prepare_data(own, run).train.lengths.tolist() == lengths
     assert not linked.is_symlink() and (target / "ids").read_bytes() == b"damaged"
     shutil.rmtree(linked)
     linked.symlink_to(tmp_path / "nothing")
-    with hold(run, tiny):
-        assert prepare_data(tiny, run).train.lengths.tolist() == lengths
+    with hold(run, own):
+        assert prepare_data(own, run).train.lengths.tolist() == lengths
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"x" * 245 + b"/" + b"x/" * 1_900])

@@ -42,6 +42,7 @@ def get_config(folder: str) -> Config:
         ),
         data=DataConfig(
             dir=folder,
+            cache=f"{folder}/cache",
             train=("train.en", "train.de"),
             validation=("validation.en", "validation.de"),
             test=("validation.en", "validation.de"),

@@ -18,7 +18,9 @@ from flaxformer_min.training.prepared_data import prepare_data
 LONG = {"preparing": 5, "restoring": 5, "compiling": 5, "evaluating": 5, "saving": 15, "any": 15}
 SHORT = {"preparing": 1, "restoring": 1, "compiling": 1, "evaluating": 1, "saving": 1}
 MOST = 150  # trials; if they do not hit a phase, the experiment has failed
-# Seconds within which a kill follows the beginning of a phase.
+# Seconds within which a kill follows the beginning of a phase, at first. A kill that comes too late
+# halves them, and one that hits doubles them again: how long a phase is depends on the machine and
+# on what else runs there.
 WIDTH = {
     **{"preparing": 0.2, "restoring": 0.05, "compiling": 1.0},
     **{"evaluating": 0.1, "saving": 0.05, "any": 0.05},
@@ -31,13 +33,13 @@ def kills(folder: Path, short: bool, seed: int) -> Tally:
     A run that ends before that is compared, and another one begun.
     """
     tally, draw = Tally("kills"), random.Random(seed)
-    wanted = Counter(SHORT if short else LONG)
+    wanted, late = Counter(SHORT if short else LONG), Counter[str]()
     never_stopped = reference(folder, size(short))
     runs: list[Run] = []
     while +wanted and tally.tried < MOST:
         run = warm(Run(folder / f"killed-{len(runs)}", folder, size(short)), folder)
         runs.append(run)
-        while _start_and_kill(run, wanted, tally, draw):
+        while _start_and_kill(run, wanted, late, tally, draw):
             pass
         problems = [*same_end(run, never_stopped), *_once_an_epoch(folder, run)]
         tally.trial(f"end of run {len(runs)}", problems, seen="runs ended alike")
@@ -48,12 +50,17 @@ def kills(folder: Path, short: bool, seed: int) -> Tally:
     return tally
 
 
-def _start_and_kill(run: Run, wanted: Counter[str], tally: Tally, draw: random.Random) -> bool:
-    """Whether the run goes on; counts the kill by the phase that it really hit."""
+def _start_and_kill(
+    run: Run, wanted: Counter[str], late: Counter[str], tally: Tally, draw: random.Random
+) -> bool:
+    """Whether the run goes on; counts the kill by the phase that it really hit.
+
+    `late` counts for each phase how many kills in a row came too late.
+    """
     before = run.newest
     target = _target(wanted, not before, draw) if tally.tried < MOST else None
     start = run.start(MARKED, cold=target == "compiling")
-    killed = target is not None and _wait(start, target, draw)
+    killed = target is not None and _wait(start, target, late, draw)
     if killed:
         start.kill()
     else:
@@ -71,6 +78,7 @@ def _start_and_kill(run: Run, wanted: Counter[str], tally: Tally, draw: random.R
             problems.append(f"exit status {start.process.returncode}: {start.output()}")
         tally.trial("a start that ended", problems, seen="starts not killed")
         return bool(problems) and run.starts < 100
+    late[target] = late[target] + 1 if hit != target else max(0, late[target] - 1)
     tally.trial(f"kill {tally.tried + 1} in {hit}", problems, seen=f"kills {hit}")
     wanted[hit if wanted[hit] > 0 else "any"] -= 1
     return True
@@ -90,7 +98,7 @@ def _target(wanted: Counter[str], fresh: bool, draw: random.Random) -> str | Non
     return draw.choice(sorted(left.elements())) if left else None
 
 
-def _wait(start: Start, target: str, draw: random.Random) -> bool:
+def _wait(start: Start, target: str, late: Counter[str], draw: random.Random) -> bool:
     """Waits for a random moment of the phase; False if the process ended first."""
     run = start.run
     if target == "any" and draw.random() < 0.25:
@@ -103,7 +111,7 @@ def _wait(start: Start, target: str, draw: random.Random) -> bool:
             return False
     if target != "any" and not start.wait_for(target):
         return False
-    time.sleep(draw.uniform(0, WIDTH[target]))
+    time.sleep(draw.uniform(0, WIDTH[target] / 2 ** late[target]))
     return start.process.poll() is None
 
 

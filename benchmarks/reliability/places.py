@@ -20,7 +20,7 @@ NAMES = [
     "50%#:=",
     "-v",
 ]
-LINKED = ["checkpoints/5", "checkpoints", "corpus", "."]
+LINKED = ["checkpoints/5", "checkpoints", "."]
 
 
 def places(folder: Path, short: bool, seed: int) -> Tally:

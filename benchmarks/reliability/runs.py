@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -305,14 +306,15 @@ def tree_hash(tree: Any) -> str:
 
 
 def leaves_hash(checkpoint: Path) -> str:
-    """`tree_hash` of a checkpoint, by Orbax alone."""
-    arrays = str(checkpoint / "arrays")
-    stored = ocp.checkpointables_metadata(arrays).metadata
-    like = {
-        part: {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-        for part, leaves in stored.items()
-    }
-    parts = ocp.load_checkpointables(arrays, like)
+    """`tree_hash` of a checkpoint, by Orbax alone, which cannot read paths with odd names."""
+    with tempfile.TemporaryDirectory(prefix="hashed-") as place:
+        arrays = shutil.copytree(checkpoint / "arrays", f"{place}/arrays")
+        stored = ocp.checkpointables_metadata(arrays).metadata
+        like = {
+            part: {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+            for part, leaves in stored.items()
+        }
+        parts = ocp.load_checkpointables(arrays, like)
     return tree_hash({name: leaf for part in parts.values() for name, leaf in part.items()})
 
 

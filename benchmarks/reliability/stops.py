@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.reliability.marked import MARKED
 from benchmarks.reliability.runs import Run, Start, reference, same_end, size, warm
 from benchmarks.reliability.tally import Tally
+from flaxformer_min.system.signals import AT_ONCE
 
 WATCHED = ("-m", "benchmarks.reliability.watched")
 PHASES = ("compile", "step", "loss", "decoding", "save", "group")
@@ -57,6 +58,8 @@ def _stop(run: Run, phase: str, draw: random.Random) -> tuple[list[str], float]:
     else:
         start.process.send_signal(signal.SIGTERM)
     ended = start.wait()
+    if phase == "compile" and AT_ONCE in start.output():
+        return _as_before(start), ended - sent
     return _saved(start), ended - sent
 
 
@@ -70,6 +73,18 @@ def _wait(start: Start, phase: str, draw: random.Random) -> None:
     start.wait_for_step(goal)
     if phase == "save":
         start.wait_for("saving")
+
+
+def _as_before(start: Start) -> list[str]:
+    """What is wrong after an exit before there was a state: it saves nothing and loses nothing."""
+    run, status, problems = start.run, start.process.returncode, start.run.damaged()
+    if status != 143:
+        problems.append(f"exit status {status}: {start.output()}")
+    if run.newest != start.begun:
+        problems.append(f"step {start.begun} became {run.newest}")
+    if children := start.children_left():
+        problems.append(f"processes left: {children}")
+    return problems
 
 
 def _saved(start: Start) -> list[str]:

@@ -12,13 +12,11 @@ import hashlib
 import itertools
 import json
 import logging
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from flaxformer_min.config import DataConfig
 from flaxformer_min.data.lines import is_blank
@@ -27,6 +25,7 @@ from flaxformer_min.data.sources import open_sources
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.errors import UserError
 from flaxformer_min.system.files import locked
+from flaxformer_min.system.meter import Meter, say
 from flaxformer_min.system.sealed import CheckpointError, publish, remove, verify
 
 PAIRS_AT_ONCE = 4096  # a list bounds the memory; SentencePiece is fastest on many lines
@@ -87,7 +86,7 @@ def prepare_split(
     limit = config.max_length
     key = json.dumps([LAYOUT, [s.digest for s in sources], tokenizer.sha256, limit, keep_all])
     folder = Path(cache_dir) / hashlib.sha256(key.encode()).hexdigest()
-    with own_cache(folder.parent):
+    with own_entry(folder):
         if not _is_whole(folder):
             _write(folder, sources, tokenizer, limit, keep_all)
         report = json.loads((folder / "report.json").read_bytes())
@@ -103,17 +102,23 @@ def prepare_split(
 
 
 @contextlib.contextmanager
-def own_cache(folder: Path) -> Generator[None, None, None]:
-    """A context in which only this process uses a cache, which is made if it is missing.
+def own_entry(path: Path) -> Generator[None, None, None]:
+    """A context in which only this process uses an entry of a cache, which is made if missing.
 
-    Raises UserError if the cache, or a file within it, cannot be written.
+    Several runs may share the cache: those that need the same entry wait for one another. Raises
+    UserError if the cache, or a file within it, cannot be written.
     """
+    cache = path.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock", wait=True):
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(_lock_of(path), wait=True):
             yield
     except OSError as error:
-        raise UserError(f"{folder}: cannot keep the token ids here: {error.strerror}") from error
+        raise UserError(f"{cache}: cannot keep the token ids here: {error.strerror}") from error
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
 
 
 def open_split(cache_dir: str | Path, digest: str, tokenizer: Tokenizer) -> EncodedCorpus:
@@ -141,15 +146,24 @@ def _write(
     folder: Path, sources: list[PairSource], tokenizer: Tokenizer, limit: int, keep_all: bool
 ) -> None:
     """Writes a split; a kill or an error leaves nothing under its name."""
-    for killed in folder.parent.glob("*.partial"):  # nobody else writes: this process has the lock
-        if killed.is_dir():  # a tokenizer of the same cache is a file
-            remove(killed)
+    for killed in folder.parent.glob("*.partial"):
+        _remove_unless_at_work(killed)
     with publish(folder) as new:
         with open(new / "ids", "wb") as ids, open(new / "lengths", "wb") as lengths:
             writer = _Writer(ids, lengths, tokenizer, limit, keep_all)
             reports = [writer.write(source) for source in sources]
         kept = sum(report["kept"] for report in reports)
         (new / "report.json").write_text(json.dumps({"kept": kept, "sources": reports}))
+
+
+def _remove_unless_at_work(partial: Path) -> None:
+    """Removes a split that a kill left half written; one that is being written has its lock."""
+    if partial.is_dir():  # a tokenizer of the same cache is a file
+        with (
+            contextlib.suppress(BlockingIOError),
+            locked(_lock_of(partial.with_suffix("")), wait=False),
+        ):
+            remove(partial)
 
 
 class _Writer(NamedTuple):
@@ -219,15 +233,12 @@ def _new_report() -> dict[str, Any]:
 
 
 def _batches(source: PairSource) -> Iterator[list[tuple[str, str]]]:
-    """Yields the pairs in lists; shows a progress bar on a terminal, prints one line elsewhere."""
-    terminal = sys.stderr.isatty()
-    if not terminal:
-        print(f"encoding {source.name}: {source.size} pairs", file=sys.stderr)
+    """Yields the pairs in lists and shows how far it is."""
     pairs = source.pairs()
-    with tqdm(total=source.size, desc=source.name, unit=" pairs", disable=not terminal) as bar:
+    with Meter(f"encoding {source.name}", source.size, "pairs") as meter:
         while batch := list(itertools.islice(pairs, PAIRS_AT_ONCE)):
             yield batch
-            bar.update(len(batch))
+            meter.update(len(batch))
 
 
 def _tell(counts: dict[str, Any], limit: int) -> None:
@@ -235,11 +246,10 @@ def _tell(counts: dict[str, Any], limit: int) -> None:
     name, read, cut = counts["name"], max(counts["read"], 1), counts["cut"]
     blank, too_long = counts["dropped"]["blank"], counts["dropped"]["too_long"]
     rates = " and ".join(f"{rate:.2%}" for rate in counts["unknown_piece_rate"])
-    print(
+    say(
         f"{name}: {counts['kept']} of {counts['read']} pairs kept, {blank} dropped for a blank "
         f"side and {too_long} over data.max_length ({limit}), {cut} cut to it; "
-        f"of source and target pieces {rates} unknown",
-        file=sys.stderr,
+        f"of source and target pieces {rates} unknown"
     )
     if (lost := (blank + too_long + cut) / read) > MUCH_LOST:
         longest = " and ".join(map(str, counts["longest"]))

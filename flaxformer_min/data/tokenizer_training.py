@@ -13,6 +13,7 @@ from flaxformer_min.config import DataConfig
 from flaxformer_min.data.tokenizer import BOS_ID, EOS_ID, NFC, PAD_ID, UNK_ID, Tokenizer, nfc
 from flaxformer_min.errors import UserError
 
+VERSION = 1  # of the tokenizers made here: another one may be made of the same text otherwise
 TRAINING_LINES = 2_000_000  # at most, drawn from all: SentencePiece holds them in memory
 LONGEST_TRAINING_LINE = 4192  # bytes; longer lines teach the tokenizer nothing new
 

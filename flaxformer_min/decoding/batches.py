@@ -6,9 +6,7 @@ change how it is computed.
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-
-from tqdm import tqdm
+from collections.abc import Iterator, Sequence
 
 # A device decodes at most this many lines at once, and at most this many source positions, padding
 # counted. More lines share more of each step's fixed cost, which on a CPU gains nothing beyond 16.
@@ -59,11 +57,3 @@ def shape_ladder(longest: int) -> list[int]:
     powers = (SHORTEST_SHAPE << k for k in itertools.count())
     widths = (width for power in powers for width in (power, power + power // 2))
     return [*itertools.takewhile(lambda width: width < longest, widths), longest]
-
-
-def show_progress(batches: Iterable[Planned], lines: int) -> Iterator[Planned]:
-    """Yields the batches; shows a progress bar over all `lines` if standard error is a terminal."""
-    with tqdm(total=lines, unit=" lines", leave=False, disable=None) as bar:  # None: no terminal
-        for width, members in batches:
-            yield width, members
-            bar.update(sum(member is not None for member in members))

@@ -13,7 +13,9 @@ import typing
 from typing import Any, Literal
 
 from flaxformer_min.config import RANGES, DecodeConfig, Range
-from flaxformer_min.errors import UserError
+from flaxformer_min.config_file import SYNONYMS
+from flaxformer_min.config_rules import typed
+from flaxformer_min.errors import UserError, nearest
 
 COUNT32 = Range("at least 1 and below 2^31", lambda n: 1 <= n < 2**31)
 WHOLE32 = Range("at least 0 and below 2^31", lambda n: 0 <= n < 2**31)
@@ -78,6 +80,17 @@ class Options:
     # Whether the attention weights of each hypothesis come back too.
     attention: bool = _option(False, None, None, "static")
 
+    def __new__(cls, *values: Any, **named: Any) -> "Options":
+        """Raises TypeError for a name that is no field, with the field that was meant."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if values:
+            raise TypeError("Options takes its values by name: write Options(beam_size=4)")
+        for name in named.keys() - set(known):
+            synonym = SYNONYMS.get(name, "").rpartition(".")[2]
+            meant = synonym if synonym in known else nearest(name, known)
+            raise TypeError(f"{name} is no field of Options: did you mean {meant}?")
+        return super().__new__(cls)
+
     def over(self, decode: DecodeConfig) -> DecodeConfig:
         """Returns the config's decode section, with the values that are given in these options."""
         given = {name: value for name in IN_CONFIG if (value := getattr(self, name)) is not None}
@@ -88,8 +101,13 @@ class Options:
 
         When sampling, the beam size is 1. `attention` becomes False, because attention weights are
         computed by another program than the search. Raises UserError where a value is out of range
-        or contradicts another one.
+        or contradicts another one, or has another type than its field.
         """
+        kinds = {field.name: field.type for field in dataclasses.fields(Options)}
+        given = {name: typed(kind, getattr(self, name), name) for name, kind in kinds.items()}
+        return Options(**given)._completed(decode)
+
+    def _completed(self, decode: DecodeConfig) -> "Options":
         if self.sample and self.beam_size is not None:
             raise UserError(
                 "sample draws one token at a time and has no beam_size: give one of the two"

@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Literal, NamedTuple, overload
@@ -28,13 +27,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.decoding.batches import (
-    LINES_PER_ROW,
-    Planned,
-    plan_batches,
-    shape_ladder,
-    show_progress,
-)
+from flaxformer_min.decoding.batches import LINES_PER_ROW, Planned, plan_batches, shape_ladder
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import Pairs, on_devices, score_batch, search_batch
 from flaxformer_min.decoding.search import Hypotheses
@@ -47,13 +40,20 @@ from flaxformer_min.decoding.sentences import (
     encode_sentences,
     pad_sentences,
 )
-from flaxformer_min.decoding.texts import checked_pairs, checked_prefixes, checked_texts
-from flaxformer_min.errors import UserError, local_path
+from flaxformer_min.decoding.texts import (
+    checked_pairs,
+    checked_path,
+    checked_prefixes,
+    checked_texts,
+    shown,
+)
+from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.system.devices import refuse_forked
 from flaxformer_min.system.devices import start as start_devices
+from flaxformer_min.system.meter import Meter
 from flaxformer_min.system.threads import map_ahead
 
 # One batch is too small to keep the cores of a CPU busy, so several are computed at once.
@@ -148,12 +148,14 @@ class Translator:
         """Loads a workdir's newest good checkpoint (or `step`), or one checkpoint directory.
 
         Further directories make an ensemble. JAX keeps compiled programs as
-        `system.devices.keep_programs` says, and so does a Translator made in another way. Raises UserError if their tokenizers differ, and
-        UserError and CheckpointError for the reasons of `load_for_inference`, and ValueError for
-        an empty path or a URL.
+        `system.devices.keep_programs` says. Raises UserError if their tokenizers differ, and
+        UserError and CheckpointError for the reasons of `load_for_inference`, ValueError for
+        an empty path or a URL, and TypeError for what is no path or no step.
         """
+        if step not in (None, "best") and type(step) is not int:
+            raise TypeError(f"step is {shown(step)}: it must be a whole number, 'best' or None")
+        paths = [checked_path(path, "directory") for path in (directory, *others)]
         start_devices()
-        paths = [local_path(str(path)) for path in (directory, *others)]
         first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:
@@ -221,9 +223,7 @@ class Translator:
             self._searched(empty, width, settings, options.attention, with_prefixes)
 
         batches = self._batches(widths, _lines_per_row(options))
-        for _ in map_ahead(
-            compile_for, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE
-        ):
+        for _ in map_ahead(compile_for, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE):
             pass
         return widths
 
@@ -233,35 +233,35 @@ class Translator:
         lines: str,
         options: Options = ...,
         *,
-        prefixes: str | None = ...,
+        prefixes: Sequence[str] | None = ...,
         first_line: int = ...,
         long_lines: LongLines | None = ...,
-        timeout: float | None = ...,
+        tell: Callable[[int], object] | None = ...,
         should_stop: Callable[[], bool] | None = ...,
     ) -> Translation: ...
 
     @overload
     def translate(
         self,
-        lines: Iterable[str],
+        lines: Sequence[str],
         options: Options = ...,
         *,
-        prefixes: Iterable[str] | None = ...,
+        prefixes: Sequence[str] | None = ...,
         first_line: int = ...,
         long_lines: LongLines | None = ...,
-        timeout: float | None = ...,
+        tell: Callable[[int], object] | None = ...,
         should_stop: Callable[[], bool] | None = ...,
     ) -> list[Translation]: ...
 
     def translate(
         self,
-        lines: str | Iterable[str],
+        lines: str | Sequence[str],
         options: Options = DEFAULT,
         *,
-        prefixes: str | Iterable[str] | None = None,
+        prefixes: str | Sequence[str] | None = None,
         first_line: int = 1,
         long_lines: LongLines | None = None,
-        timeout: float | None = None,
+        tell: Callable[[int], object] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Translation | list[Translation]:
         """Returns one Translation for each line, in order; a string is one line and gives one.
@@ -272,35 +272,41 @@ class Translator:
         longer than those that the model was trained on. A caller that translates in several calls
         may count over all of them by `long_lines`. The translation of lines[n] begins with
         prefixes[n], if that is not blank; the prefix counts in the score and towards the length.
+        `tell` is called with the number of lines of each batch that is done; without it a terminal
+        shows a bar.
 
-        After `timeout` seconds, or once `should_stop()` is true, no further batch begins: batches
-        that have begun are finished, and then a TimeoutError or CancelledError is raised, unless
-        every line has its translation. `should_stop` is called from several threads.
+        Once `should_stop()` is true no further batch begins: those that have begun are finished,
+        and then a CancelledError is raised, unless every line has its translation. It is called
+        from several threads. A deadline is `should_stop=lambda: time.monotonic() > end`.
 
         Raises UserError for options that are out of range or contradict each other, and for
         attention weights of an ensemble; TypeError for what is no string; ValueError for more or
         fewer prefixes than lines.
         """
-        one = isinstance(lines, str)
-        texts = checked_texts([lines] if one else lines, "lines")
-        if one and prefixes is not None:
-            prefixes = [prefixes]  # pyrefly: ignore
-        translations = [EMPTY] * len(texts)
-        for batch in self.decode(
+        texts = [lines] if isinstance(lines, str) else lines
+        batches = self.decode(
             texts,
             options,
             prefixes=prefixes,
             first_line=first_line,
             long_lines=long_lines,
-            timeout=timeout,
             should_stop=should_stop,
-        ):
-            for place, translation in batch:
-                translations[place] = translation
-        return translations[0] if one else translations
+        )
+        translations = [EMPTY] * len(texts)
+        with Meter("translating", len(texts), "lines", plain=False, bar=tell is None) as meter:
+            for batch in batches:
+                for place, translation in batch:
+                    translations[place] = translation
+                (tell or meter.update)(len(batch))
+        return translations[0] if isinstance(lines, str) else translations
 
     def settings(self, options: Options) -> Options:
-        """Returns complete options; raises UserError if this model cannot follow them."""
+        """Returns complete options; raises UserError if this model cannot follow them.
+
+        What is no Options is a TypeError.
+        """
+        if not isinstance(options, Options):
+            raise TypeError(f"options is {shown(options)}: it must be Options(beam_size=4), say")
         settings = options.with_defaults(self.config.decode)
         if options.attention and self._others:
             raise UserError("attention is that of one model, and this is an ensemble")
@@ -311,25 +317,24 @@ class Translator:
 
     def decode(
         self,
-        lines: Iterable[str],
+        lines: Sequence[str],
         options: Options = DEFAULT,
         *,
-        prefixes: Iterable[str] | None = None,
+        prefixes: Sequence[str] | None = None,
         first_line: int = 1,
         long_lines: LongLines | None = None,
-        timeout: float | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Iterator[list[tuple[int, Translation]]]:
         """Iterates over the (place, Translation) of every line that is not blank, by batches.
 
         `place` is the line's index in `lines`. The caller may stop between two batches. The
         arguments and errors are those of `translate`, but a bare string is a TypeError; errors come
-        at once, and those of `timeout` and `should_stop` in place of a batch.
+        at once, and that of `should_stop` in place of a batch.
         """
         refuse_forked()
-        lines = checked_texts(lines, "lines")
+        lines = checked_texts(lines, "lines", "[text]")
         prefixes = checked_prefixes(prefixes, len(lines))
-        settings, go_on = self.settings(options), _limit(timeout, should_stop)
+        settings, go_on = self.settings(options), _limit(should_stop)
         noted = long_lines or self.long_lines()
         sentences = encode_sentences(self.tokenizer, lines, prefixes, first_line, noted)
         if long_lines is None:
@@ -358,14 +363,12 @@ class Translator:
         with_prefixes: bool,
     ) -> tuple[Hypotheses, list[AttentionWeights] | None]:
         """Searches a batch of this width; returns what was found, and weights if asked for."""
-        batch = pad_sentences(
-            sentences, width, self.tokenizer.pad_id, with_prefixes=with_prefixes
-        )
+        batch = pad_sentences(sentences, width, self.tokenizer.pad_id, with_prefixes=with_prefixes)
         found = self._search((self._params, *self._others), batch, settings)
         weights = self._attention(batch, found) if attention else None
         return jax.device_get(found), weights
 
-    def score(self, pairs: Iterable[tuple[str, str]], *, first_line: int = 1) -> list[float]:
+    def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """Returns the log-probability of each pair's target given its source, in nats, in order.
 
         EOS is included. A side that is longer than the model takes is cut to its first tokens, with
@@ -375,7 +378,7 @@ class Translator:
         return [math.fsum(each.log_probs) for each in scored]
 
     def score_tokens(
-        self, pairs: Iterable[tuple[str, str]], *, first_line: int = 1
+        self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1
     ) -> list[TokenScores]:
         """Returns the log-probability of each token of each pair's target, in nats, in order.
 
@@ -410,10 +413,7 @@ class Translator:
         return LongLines(self._longest, self.config.data.max_length)
 
     def _batches(self, lengths: Sequence[int], lines_per_row: int = 1) -> Iterator[Planned]:
-        batches = plan_batches(
-            lengths, self._longest, self._devices, lines_per_row, BATCHES_AT_ONCE
-        )
-        return show_progress(batches, len(lengths))
+        return plan_batches(lengths, self._longest, self._devices, lines_per_row, BATCHES_AT_ONCE)
 
     def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:
         """Returns the weights by rank: those of every sentence's best hypothesis come first."""
@@ -464,15 +464,10 @@ def _fitting(params: Params, shapes: Params) -> Params:
     return params
 
 
-def _limit(
-    timeout: float | None, should_stop: Callable[[], bool] | None
-) -> Callable[[], None]:
-    """Returns a function that raises TimeoutError or CancelledError once no batch may begin."""
-    end = math.inf if timeout is None else time.monotonic() + timeout
+def _limit(should_stop: Callable[[], bool] | None) -> Callable[[], None]:
+    """Returns a function that raises CancelledError once no batch may begin."""
 
     def go_on() -> None:
-        if time.monotonic() >= end:
-            raise TimeoutError(f"the timeout of {timeout} s was over before every line was done")
         if should_stop is not None and should_stop():
             raise CancelledError("should_stop() was true before every line was done")
 

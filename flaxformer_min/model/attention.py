@@ -91,9 +91,17 @@ def cudnn_attention(query: Query, key: Keys, value: Keys, mask: Mask) -> Query:
     gets the mean of the values instead of 0.
     """
     _check(query, key, value, mask)
-    heads_inside = (x.swapaxes(1, 2) for x in (query, key, value))
+    # In training the kernel takes even lengths only, and masks that name every query and key.
+    size = mask.shape[0], mask.shape[1], query.shape[2], key.shape[2]
+    mask = _even(_even(jnp.broadcast_to(mask, size), 2), 3)
+    heads_inside = (_even(x, 2).swapaxes(1, 2) for x in (query, key, value))
     context = jax.nn.dot_product_attention(*heads_inside, mask=mask, implementation="cudnn")
-    return context.swapaxes(1, 2)
+    return context[:, : query.shape[2]].swapaxes(1, 2)
+
+
+def _even(array: Array, axis: int) -> Array:
+    """Appends a zero, or False, along an axis of odd size."""
+    return jnp.pad(array, [(0, size % 2 * (i == axis)) for i, size in enumerate(array.shape)])
 
 
 def _check(query: Query, key: Keys, value: Values, mask: Mask) -> None:

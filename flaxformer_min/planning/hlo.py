@@ -32,6 +32,7 @@ class Collective:
     bytes: int  # of the whole arrays on one device that go in, or that come out if these are more
     trips: int  # how often one run of the program executes it
     source: str  # the operation that it comes from, as JAX names it; "" if XLA does not say
+    channel: int = 0  # its number in the program; 0 if it has none
 
 
 class Program(NamedTuple):
@@ -167,9 +168,18 @@ def _parse(line: str) -> _Instruction:
 
 
 def _sum(programs: Iterable[Program]) -> Program:
+    """Returns the programs of the instructions of a computation as one.
+
+    A collective that goes on beside other work is written again in the fusion that begins it, in
+    each one that runs meanwhile and in the one that ends it, always with the same channel. It
+    counts once.
+    """
     programs = list(programs)
-    collectives = [one for program in programs for one in program.collectives]
-    return Program(collectives, sum(program.cycles for program in programs))
+    found: dict[int, Collective] = {}
+    for one in (one for program in programs for one in program.collectives):
+        key = one.channel or -1 - len(found)
+        found[key] = max(found.get(key, one), one, key=lambda one: one.bytes * one.trips)
+    return Program(list(found.values()), sum(program.cycles for program in programs))
 
 
 def _times(program: Program, trips: int) -> Program:
@@ -196,8 +206,13 @@ def _named_reduce_scatter(fused: Program) -> Program:
 
 def _collective(instruction: _Instruction, results: dict[str, str]) -> Collective:
     source = re.search(r'op_name="([^"]*)"', instruction.text)
+    channel = re.search(r"channel_id=(\d+)", instruction.text)
     return Collective(
-        instruction.opcode, _moved(instruction, results), 1, source[1] if source else ""
+        kind=instruction.opcode,
+        bytes=_moved(instruction, results),
+        trips=1,
+        source=source[1] if source else "",
+        channel=int(channel[1]) if channel else 0,
     )
 
 

@@ -59,12 +59,12 @@ def sums(words: Sequence[str]) -> list[list[Term]]:
     """Splits words into sums: "+" and "-" join the word before them with the word behind them."""
     found: list[list[Term]] = []
     sign = 0  # of the word that has to follow; 0 if none has to
-    for word in [*words, ""]:
-        if (sign != 0 or not found) and word in ("+", "-", ""):
-            raise UserError(f"a word is missing in {' '.join(words)}")
+    for word in [*map(str.strip, words), None]:
+        if word == "" or ((sign or not found) and word in ("+", "-", None)):
+            raise UserError(f"a word is missing in {' '.join(words)!r}: give WORD, or WORD - WORD")
         if word in ("+", "-"):
             sign = 1 if word == "+" else -1
-        elif sign:
+        elif sign and word:
             found[-1].append((sign, word))
             sign = 0
         elif word:
@@ -104,7 +104,7 @@ def _place(places: dict[str, int], tokenizer: Tokenizer, word: str) -> int:
             return places[piece]
     pieces = tokenizer.pieces(i for i in tokenizer.encode(word)[:-1] if i != tokenizer.unk_id)
     parts = " ".join(piece for piece in pieces if piece != SPACE) or "another word"
-    raise UserError(f"{word} is no piece of this tokenizer: ask for one of its parts, {parts}")
+    raise UserError(f"{word:.40} is no piece of this tokenizer: ask for a part of it, {parts:.80}")
 
 
 class Encoded(NamedTuple):
@@ -179,7 +179,7 @@ def compare(loaded: Loaded, word: str, lines: Sequence[str]) -> Iterator[str]:
             if each.ids[first : first + len(wanted)] == wanted:
                 found.append((f"line {number}" if number else "alone", each, first))
     if len(found) < 2 or not wanted:
-        raise UserError(f"--word {word}: no line of standard input has it")
+        raise UserError(f"--word {word:.40}: no line of standard input has it; give lines with it")
     del found[PLACES:]
     for name, title in (("embedding", "of the embedding"), ("states", "of the encoder's output")):
         yield f"{word}: cosines {title}"

@@ -12,14 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from flaxformer_min.checkpoints.leaves import named_leaves
 from flaxformer_min.data.lines import is_blank, read_lines
 from flaxformer_min.data.sources import read_pairs
+from flaxformer_min.decoding.options import Options
+from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
-from flaxformer_min.see.float16 import AnyTranslator, rounding_error, to_float16
 from flaxformer_min.see.pieces import describe_tokenizer
+from flaxformer_min.see.record import writing
 from flaxformer_min.system.files import replace_file
 
 PARTS = Path(__file__).parent / "page"
@@ -28,20 +31,21 @@ VIEW = ("draw.js", "view.js")
 MEASURED = 200  # lines at most, on which the error of float16 is measured
 
 
-def write_page(translator: AnyTranslator, output: str | Path, source: str | None = None) -> int:
+def write_page(translator: Translator, output: str, source: str | None = None) -> int:
     """Writes the page of a translator's model; returns its bytes.
 
     Its examples are lines of the file `source`, by default of the config's test split. Raises
-    UserError for the reasons of `make_page`, and where these lines cannot be read.
+    UserError for the reasons of `make_page`, and where a file cannot be read or written.
     """
     data = translator.config.data
     lines = list(read_lines(source)) if source else [s for s, _ in read_pairs(data, data.test)]
     content = make_page(translator, lines).encode()
-    replace_file(Path(output), content)
+    with writing(output):
+        replace_file(Path(output), content)
     return len(content)
 
 
-def make_page(translator: AnyTranslator, lines: Sequence[str]) -> str:
+def make_page(translator: Translator, lines: Sequence[str]) -> str:
     """Returns the page of a translator's model, with some of the lines as examples.
 
     Raises UserError if every line is blank, for a weight that is too large for float16, and for a
@@ -67,6 +71,29 @@ def make_page(translator: AnyTranslator, lines: Sequence[str]) -> str:
         "table": [[name, leaf.shape] for name, leaf in weights.items()],
     }
     return join(checkpoint, b"".join(leaf.tobytes() for leaf in weights.values()))
+
+
+def to_float16(name: str, leaf: np.ndarray) -> np.ndarray:
+    """Rounds a weight to little-endian float16; raises UserError if it is too large for that."""
+    with np.errstate(over="ignore"):
+        rounded = leaf.astype("<f2")
+    if not np.isfinite(rounded).all():
+        raise UserError(f"{name}: a weight of {np.abs(leaf).max():g} is too large for float16")
+    return rounded
+
+
+def rounding_error(translator: Translator, lines: Sequence[str]) -> float:
+    """Returns how far float16 weights move a log-probability at most, in nats.
+
+    The log-probabilities are those of the tokens of greedy translations of the lines.
+    """
+    texts = [found.text for found in translator.translate(lines, Options(beam_size=1))]
+    pairs, params = list(zip(lines, texts, strict=True)), translator.params
+    exact = translator.score_tokens(pairs)
+    translator.params = jax.tree.map(lambda x: np.float32(np.float16(x)), params)
+    both = zip(exact, translator.score_tokens(pairs), strict=True)
+    translator.params = params
+    return max(float(np.abs(np.subtract(a.log_probs, b.log_probs)).max()) for a, b in both)
 
 
 def choose_examples(texts: Sequence[str]) -> list[str]:

@@ -4,9 +4,7 @@ Blue and copper mean plus and minus; both, and the colours of curves, can be tol
 who see few colours. A hatched cell is masked.
 """
 
-import json
 import logging
-import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,8 @@ import numpy as np
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.masks import causal_mask, padding_mask
 from flaxformer_min.model.positions import sinusoidal_positions
-from flaxformer_min.see.record import Trace
+from flaxformer_min.see.record import Trace, writing
+from flaxformer_min.see.runs import read_metrics, series
 from flaxformer_min.training.optimizer import warmup_inverse_sqrt
 
 try:
@@ -33,9 +32,11 @@ except ImportError:
 
 BLUE, COPPER, GREY = "#2166ac", "#b2622d", "#8c8c8c"
 DIVERGING = LinearSegmentedColormap.from_list("copper-blue", ["#8a4513", "#f7f5f2", "#1b4f8a"])
+SEQUENTIAL = LinearSegmentedColormap.from_list("paper-blue", ["#f7f5f2", "#1b4f8a"])
 LINES = [BLUE, COPPER, "#1a1a1a", "#7b9fc9", "#d9a77f"]  # then again, dashed and dotted
 STYLE = {
     "axes.titlesize": 11,
+    "axes.labelpad": 7,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "hatch.color": "#8c8c8c",
@@ -57,12 +58,9 @@ def save(figure: Figure, path: str) -> None:
 
     Raises UserError if the file cannot be written.
     """
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, writing(path):
         warnings.simplefilter("always")
-        try:
-            figure.savefig(path, dpi=160)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
+        figure.savefig(path, dpi=160)
     if path.endswith(".png") and any("missing from" in str(each.message) for each in caught):
         _log.warning("%s: the font lacks some characters, which an .svg would show", path)
 
@@ -89,7 +87,7 @@ def masks(pieces: Sequence[str] = ("<s>", "ich", "liebe", "dich", "pad", "pad"))
     figure = Figure((9, 3.6))
     for axes, (name, mask) in zip(figure.subplots(1, 3), grids.items(), strict=True):
         allowed = np.broadcast_to(mask[0, 0], (len(pieces), len(pieces)))
-        _matrix(axes, allowed * 0.2, ~allowed)
+        _matrix(axes, allowed * 0.8, ~allowed)
         for edge in range(1, len(pieces)):
             axes.axhline(edge - 0.5, color="white", linewidth=1)
             axes.axvline(edge - 0.5, color="white", linewidth=1)
@@ -128,11 +126,13 @@ def curves(workdirs: Sequence[str]) -> Figure:
     figure = Figure((9, 4.5))
     left, right = figure.subplots(1, 2, sharex=True)
     for n, workdir in enumerate(workdirs):
-        name, rows = Path(workdir).name, _metrics(Path(workdir) / "metrics.jsonl")
+        name, rows = Path(workdir).absolute().name, read_metrics(Path(workdir))
         style, measured = _line(n), _line(n) | {"marker": "o"}
-        left.plot(*_series(rows, "loss"), **style, alpha=0.6, label=f"{name}, training")
-        left.plot(*_series(rows, "validation_loss"), **measured, label=f"{name}, validation")
-        right.plot(*_series(rows, "bleu"), **measured, label=name)
+        left.plot(*series(rows, "train", "loss"), **style, alpha=0.6, label=f"{name}, training")
+        left.plot(
+            *series(rows, "validation", "validation_loss"), **measured, label=f"{name}, validation"
+        )
+        right.plot(*series(rows, "validation", "bleu"), **measured, label=name)
     left.set(title="Loss (training: with label smoothing)", ylabel="nats per target token")
     right.set(title="Validation BLEU", ylabel="BLEU")
     for axes in (left, right):
@@ -176,16 +176,16 @@ def alignment(trace: Trace) -> Figure:
     """
     weights = trace.arrays["decoder/cross_attention/weights"][-1].mean(axis=0)
     rows, columns = trace.target.pieces, trace.source.pieces
-    cell = 0.4 if len(columns) <= 30 else 0.2
+    cell = 0.34 if len(columns) <= 30 else 0.2
     figure = Figure((cell * len(columns) + 3, cell * len(rows) + 2))
     axes = figure.subplots()
     _matrix(axes, weights, np.zeros(weights.shape, bool))
-    _label(axes, rows, columns, cell * 22)
+    _label(axes, rows, columns, cell * 26)
     for (row, column), weight in np.ndenumerate(weights):
         if weight >= 0.1:
-            color = "black" if weight > 0.55 else "white"
+            color = "white" if weight > 0.55 else "black"
             place = {"ha": "center", "va": "center"}
-            axes.text(column, row, f"{100 * weight:.0f}", color=color, fontsize=cell * 20, **place)
+            axes.text(column, row, f"{100 * weight:.0f}", color=color, fontsize=cell * 24, **place)
     axes.set(xlabel="source piece", ylabel="target piece that is written")
     axes.set_title("Attention of the last decoder layer to the source, in percent")
     figure.colorbar(axes.images[0], ax=axes, label="weight, mean of the heads", aspect=30)
@@ -203,7 +203,7 @@ def _matrix(axes: Axes, weights: np.ndarray, hidden: np.ndarray) -> None:
     axes.patch.set(hatch="/////", facecolor="white", edgecolor=GREY)
     axes.spines[:].set_visible(True)
     shown = np.ma.array(weights, mask=hidden)
-    axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    axes.imshow(shown, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto")
 
 
 def _label(axes: Axes, rows: Sequence[str], columns: Sequence[str], size: float) -> None:
@@ -220,20 +220,3 @@ def _chosen(flag: str, number: int | None, count: int) -> list[int]:
     if number is not None and number > count:
         raise UserError(f"{flag} {number}: the model has {count}, counted from 1")
     return list(range(count)) if number is None else [number - 1]
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl."""
-    try:
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except OSError:
-        raise UserError(f"{path}: no such file; give the workdir of a run") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not a log of this program ({error})") from None
-
-
-def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Returns steps and values of one metric; a value that is not finite leaves a gap."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    values = [value["score"] if name == "bleu" else value for _, value in found]
-    return [step for step, _ in found], [math.nan if v is None else v for v in values]

@@ -4,8 +4,11 @@ Letters: L layers, S source length, T target length, D d_model, H heads, K d_k, 
 V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,8 +122,15 @@ def write_npz(path: str, arrays: dict[str, Any]) -> None:
     """Writes arrays by name. Raises UserError for another ending than .npz or a file that fails."""
     if not path.endswith(".npz"):
         raise UserError(f"{path}: arrays go to a file that ends in .npz")
+    with writing(path), open(path, "wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Generator[None]:
+    """Raises UserError naming the file if what is done inside cannot write it."""
     try:
-        with open(path, "wb") as file:
-            np.savez_compressed(file, **arrays)
+        yield
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        folder = "" if Path(path).parent.is_dir() else "; make that folder first"
+        raise UserError(f"{path}: {error.strerror}{folder}") from None

@@ -1,6 +1,6 @@
 """What a command does before it uses JAX: devices are there, compiled programs are kept."""
 
-import logging
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -9,10 +9,10 @@ import jax
 from jax._src import hardware_utils
 
 from flaxformer_min.errors import UserError, first_line
+from flaxformer_min.system.own_folder import own_folder
 
 CACHE_SIZE = 2_000_000_000  # bytes of compiled programs that are kept, the newest ones
 
-_log = logging.getLogger(__name__)
 _started_in: int | None = None  # the process that called `start`
 
 
@@ -67,35 +67,12 @@ def keep_programs() -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
-    try:
-        folder = _own_folder()
-        _delete_oldest(folder)
-    except (OSError, RuntimeError):  # read-only, full, or a user without a home
-        return
-    if _is_private(folder.parent) and _is_private(folder) and os.access(folder, os.W_OK):
+    if folder := own_folder("compiled", "compiled programs"):
+        with contextlib.suppress(OSError):
+            _delete_oldest(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         # A program that another process is writing is compiled here too; nothing is amiss.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-
-
-def _own_folder() -> Path:
-    """Makes and returns ~/.cache/flaxformer_min/compiled, or that below XDG_CACHE_HOME."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = base if base.is_absolute() else Path.home() / ".cache"
-    folder = base / "flaxformer_min" / "compiled"
-    base.mkdir(parents=True, exist_ok=True)
-    for path in (folder.parent, folder):
-        path.mkdir(mode=0o700, exist_ok=True)
-    return folder
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether nobody else can write to a folder; warns if somebody can."""
-    status = folder.stat()
-    private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-    if not private:
-        _log.warning("%s: others can write to it, so compiled programs are not kept there", folder)
-    return private
 
 
 def _delete_oldest(folder: Path) -> None:

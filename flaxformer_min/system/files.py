@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import io
 import os
 import socket
+import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -13,20 +15,27 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EO
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a small file, so that a kill or a power cut leaves either the old or the new content.
+    """Writes a small file as `written_aside` does."""
+    with written_aside(path) as file:
+        file.write(content)
 
-    The new content is on the disk when this returns. Raises OSError naming the file; the file then
-    still has its old content.
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Generator[io.BufferedWriter, None, None]:
+    """A context with a file to write, NAME.partial, which takes the place of NAME at its end.
+
+    So a kill or a power cut leaves either the old or the new content. The new content is on the
+    disk when the context ends. If it raises, NAME still has its old content. An OSError names it.
     """
     unfinished = path.with_name(f"{path.name}.partial")
     with naming(path):
         try:
             with unfinished.open("wb") as file:
-                file.write(content)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-        except OSError:
+        except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
         flush(path.parent)
@@ -52,7 +61,7 @@ def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
     """A context in which this process alone holds the lock of a file, which is made if missing.
 
     The operating system releases the lock when the process ends, even if it is killed. Where the
-    file system has no locks, `_owned` takes their place.
+    file system has no locks, `_owned` takes their place. Whoever waits says so on standard error.
 
     Raises BlockingIOError if another process holds the lock and `wait` is False, or has removed the
     file while this one waited, and OSError if the file cannot be opened.
@@ -61,7 +70,12 @@ def locked(path: Path, *, wait: bool) -> Generator[None, None, None]:
 
     with open(path, "a") as file, contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                raise
+            print(f"waiting for another process, which holds {path}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise

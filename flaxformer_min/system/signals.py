@@ -1,5 +1,6 @@
 """Signals as a request to stop at the next step boundary, the same in all processes."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,6 +11,8 @@ from flaxformer_min.system.processes import exchange, post, read_posts
 URGENT = (signal.SIGTERM, signal.SIGINT)  # whoever sends a second one means at once
 # A terminal that closes sends SIGHUP, often twice; SLURM warns of the end of a job by SIGUSR1.
 STOP_SIGNALS = (*URGENT, signal.SIGHUP, signal.SIGUSR1)
+
+AT_ONCE = "stopped at once; what was saved counts, and the same command goes on"
 
 
 class StopRequest:
@@ -78,6 +81,8 @@ class StopRequest:
                 number = byte[0]  # other signals that have a handler write bytes too
                 if number in (URGENT if self._counted else STOP_SIGNALS):
                     if self._counted or not self._deferring:
+                        with contextlib.suppress(OSError):  # stderr may be closed
+                            os.write(2, f"{AT_ONCE}\n".encode())
                         os._exit(128 + number)
                     self._counted = True
 

@@ -1,10 +1,8 @@
 """The log of a run: metrics.jsonl, TensorBoard events and the progress bar."""
 
-import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,10 +15,10 @@ from tqdm import tqdm
 
 from flaxformer_min.checkpoints.progress import says_something
 from flaxformer_min.system.files import naming, replace_file
+from flaxformer_min.system.meter import Pace, say
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.state import Metrics
 
-LINES_EVERY = 50  # steps between plain progress lines where there is no terminal
 SKIPS_IN_A_ROW = 10  # non-finite steps after which a run gives up
 
 
@@ -93,10 +91,10 @@ class QuietLog:
 class MetricsLog(QuietLog):
     """The log of process 0, as lines of WORKDIR/metrics.jsonl and as TensorBoard events.
 
-    Each line is one JSON object. A number that is not finite is written as null, since JSON has no
-    other word for it. Lines after the cursor at which the log is opened are dropped, because a run
-    that resumes from that cursor writes them again. Every method raises OSError naming the file
-    that it cannot write.
+    Each line is one JSON object, whose "kind" is "train" or "validation". A number that is not
+    finite is written as null, since JSON has no other word for it. Lines after the cursor at which
+    the log is opened are dropped, because a run that resumes from that cursor writes them again.
+    Every method raises OSError naming the file that it cannot write.
     """
 
     def __init__(
@@ -106,8 +104,12 @@ class MetricsLog(QuietLog):
         steps: int,
         schedule: optax.Schedule,
         pair_ids: Callable[[int], Iterable[int]],
+        hparams: Mapping[str, Any],
     ):
-        """`steps` is where the progress bar ends; `schedule` gives the learning rate to log."""
+        """`steps` is where the progress bar ends; `schedule` gives the learning rate to log.
+
+        `hparams` are what TensorBoard compares runs by.
+        """
         # Imported here, while a thread compiles: where PyTorch is installed, this takes a second.
         from flaxformer_min.training.tensorboard import Events
 
@@ -115,10 +117,12 @@ class MetricsLog(QuietLog):
         self._path = workdir / "metrics.jsonl"
         _drop_later_lines(self._path, cursor)
         self._file = self._path.open("a", encoding="utf-8")
-        self._events = Events(workdir / "tensorboard", cursor.step)
+        self._events = Events(workdir / "tensorboard", cursor.step, hparams)
         self._bar = tqdm(  # disable=None shows it on a terminal only
             total=steps, initial=cursor.step, unit=" steps", disable=None, smoothing=0.05
         )
+        self._pace, self._steps = Pace(), steps
+        self._first: int | None = None  # the first step of this process that was logged
         self._schedule = jax.jit(schedule)
         self.restart_clock()
 
@@ -135,7 +139,7 @@ class MetricsLog(QuietLog):
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         """Logs the record of an evaluation and prints its main numbers."""
-        self._record(step, values)
+        self._record(step, "validation", values)
         bleu = values["bleu"]
         say(
             f"step {step}: validation loss {values['validation_loss']:.4f}, "
@@ -162,7 +166,7 @@ class MetricsLog(QuietLog):
         line = {name: values[name] for name in ("loss", "tokens", "gradient_norm")}
         line["learning_rate"] = np.asarray(self._schedule(updates)).item()
         line["tokens_per_second"] = values["tokens"] / seconds
-        self._record(step, line)
+        self._record(step, "train", line)
         self._show_progress(step, line)
         if in_a_row:
             say(f"step {step}: loss or gradient not finite; parameters left as they were")
@@ -171,27 +175,26 @@ class MetricsLog(QuietLog):
         text = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
-        if self._bar.disable and step % LINES_EVERY == 0:
-            say(f"step {step}/{self._bar.total}: {text}")
+        if self._bar.disable:
+            self._say_progress(step, text)
 
-    def _record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one line and its events; TensorBoard gets only the score of a BLEU record."""
+    def _say_progress(self, step: int, text: str) -> None:
+        """Prints a line at the first step, for which XLA compiles, and whenever one is due."""
+        first, steps = self._first, self._steps
+        if first is None:
+            self._first, self._pace = step, Pace()
+            say(f"step {step}/{steps}: {text}")
+        elif self._pace.due():
+            say(f"step {step}/{steps}: {text}, {self._pace.left(step - first, steps - first)}")
+
+    def _record(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Writes one line and its events."""
         line = {name: value if _has_json(value) else None for name, value in values.items()}
         with naming(self._path):
-            self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
+            row = {"step": step, "kind": kind, **line}
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
-        self._events.add(
-            step, {n: v["score"] if isinstance(v, dict) else v for n, v in values.items()}
-        )
-
-
-def say(text: str) -> None:
-    """Prints a line to standard error, above a progress bar; nothing if the terminal has closed.
-
-    A run goes on then, at least to its next step boundary, where it can be saved.
-    """
-    with contextlib.suppress(OSError):
-        tqdm.write(text, file=sys.stderr)
+        self._events.add(step, kind, values)
 
 
 def _has_json(value: Any) -> bool:

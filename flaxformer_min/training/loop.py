@@ -15,18 +15,19 @@ from flaxformer_min.checkpoints.leaves import difference, named_leaves
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.checkpoints.progress import Progress
 from flaxformer_min.checkpoints.store import Checkpoints
-from flaxformer_min.config import Config
+from flaxformer_min.config import FREE_ON_RESUME, Config, flat
 from flaxformer_min.data.batch import Batch
 from flaxformer_min.data.batching import Data, batch_iterator
 from flaxformer_min.decoding.bleu import bleu_metric
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.build import Params, count_parameters
+from flaxformer_min.system.meter import Meter, say
 from flaxformer_min.system.processes import compiled_together, is_first
 from flaxformer_min.system.signals import AgreedStop, StopRequest
 from flaxformer_min.training import sharding
 from flaxformer_min.training.cursor import Cursor
-from flaxformer_min.training.log import MetricsLog, QuietLog, say
+from flaxformer_min.training.log import MetricsLog, QuietLog
 from flaxformer_min.training.optimizer import make_schedule
 from flaxformer_min.training.prepared_data import prepare_data, read_digests
 from flaxformer_min.training.profiler import Profiler
@@ -173,7 +174,8 @@ class Trainer:
         if not is_first():
             return QuietLog(pair_ids)
         schedule = make_schedule(config.optimizer, config.model.d_model)
-        return MetricsLog(workdir, cursor, config.train.steps, schedule, pair_ids)
+        hparams = {key: value for key, value in flat(config).items() if key not in FREE_ON_RESUME}
+        return MetricsLog(workdir, cursor, config.train.steps, schedule, pair_ids, hparams)
 
     def batches(self, start: int) -> Generator[Batch, None, None]:
         """Yields the batches from number `start` on, placed on the devices.
@@ -231,10 +233,12 @@ class Trainer:
     ) -> Iterator[list[tuple[int, str]]]:
         """Yields translations of `lines` by beam search, batch by batch, as Validation wants."""
         self._translator.params = params
-        for batch in self._translator.decode(
-            lines, first_line=first_line, long_lines=self._long_lines
-        ):
-            yield [(place, translation.text) for place, translation in batch]
+        with Meter("translating for BLEU", len(lines), "lines", plain=is_first()) as meter:
+            for batch in self._translator.decode(
+                lines, first_line=first_line, long_lines=self._long_lines
+            ):
+                meter.update(len(batch))
+                yield [(place, translation.text) for place, translation in batch]
 
     def _save(self, state: TrainState, cursor: Cursor, run: Run) -> None:
         run.log.flush()

@@ -26,7 +26,14 @@ from flaxformer_min.data.batch import Batch
 from flaxformer_min.model.build import Params
 from flaxformer_min.model.linear import project
 from flaxformer_min.model.teacher_forcing import forced_states
-from flaxformer_min.training.sharding import ROW_AXES, ROWS, gather_fsdp, row_shares
+from flaxformer_min.training.sharding import (
+    ROW_AXES,
+    ROWS,
+    gather,
+    gather_table,
+    row_shares,
+    split_lookup,
+)
 
 # The target positions whose logits a device holds at once. On a CPU they fit its cache; elsewhere
 # they keep the matrix units busy and take 0.6 GB for a vocabulary of 37,000.
@@ -65,11 +72,16 @@ def make_loss(
     """
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> Sums:
-        model = nnx.merge(graphdef, gather_fsdp(mesh, params))
+        model = nnx.merge(graphdef, params)
+        table = model.output_table
+        if mesh is not None and mesh.size > 1:
+            table = gather_table(mesh, table, model.dtype)
+            model = nnx.merge(graphdef, gather(mesh, params, model.dtype))
+            model.lookup = functools.partial(split_lookup, mesh)
         source, target = jnp.asarray(batch.source), jnp.asarray(batch.target)
         states = forced_states(model, source, target, pad_id=pad_id, bos_id=bos_id, key=key)
         weights = (target != pad_id).astype(jnp.float32)
-        chunk, table = chunk_size(len(target), target.shape[1], mesh), model.output_table
+        chunk = chunk_size(len(target), target.shape[1], mesh)
         if model.logits_bias is not None:  # it is a weight whose input is always 1
             states = jnp.pad(states, ((0, 0), (0, 0), (0, 1)), constant_values=1)
             table = jnp.hstack([table, model.logits_bias[...][:, None]])
@@ -120,7 +132,12 @@ def _backward(smoothing, chunk, mesh, gradients, cotangents):
     """Returns the gradients from `_forward`, scaled by the cotangent of the sum of losses."""
     states_grad, table_grad = gradients
     scale = cotangents[0]  # the number of tokens does not depend on states or table
-    return states_grad * scale.astype(states_grad.dtype), table_grad * scale, None, None
+    return (
+        states_grad * scale.astype(states_grad.dtype),
+        (table_grad * scale).astype(table_grad.dtype),
+        None,
+        None,
+    )
 
 
 projected_cross_entropy.defvjp(_forward, _backward)
@@ -145,8 +162,7 @@ def _gradients(states, table, labels, weights, smoothing, chunk):
     which is wider than that of the states where they are bfloat16.
     """
 
-    def add(carry, columns):
-        total, table_grad = carry
+    def one(columns):
         states_c, labels_c, weights_c = columns
 
         def loss_of(logits):
@@ -155,19 +171,36 @@ def _gradients(states, table, labels, weights, smoothing, chunk):
         loss, pull_back = jax.vjp(loss_of, project(states_c, table))
         grad = pull_back(jnp.ones_like(loss))[0].astype(states.dtype)
         states_grad = jnp.matmul(grad, table.astype(grad.dtype), precision="highest")
-        table_grad += jnp.matmul(
+        table_grad = jnp.matmul(
             grad.reshape(-1, grad.shape[-1]).T,
             states_c.reshape(-1, states_c.shape[-1]),
             precision="highest",
-            preferred_element_type=table_grad.dtype,
+            preferred_element_type=_wide(table).dtype,
         )
-        return (total + loss, table_grad), states_grad
+        return (loss, table_grad), states_grad
 
-    zero = (jnp.zeros((), _wide(states).dtype), jnp.zeros_like(table))
-    columns = _columns((states, labels, weights), chunk)
-    (total, table_grad), states_grad = jax.lax.scan(add, zero, columns)
+    (total, table_grad), states_grad = _summed(one, _columns((states, labels, weights), chunk))
     states_grad = jnp.moveaxis(states_grad, 0, 1).reshape(states.shape[0], -1, states.shape[2])
-    return total[None], states_grad[:, : states.shape[1]], table_grad[None]
+    return total[None], states_grad[:, : states.shape[1]], table_grad[None].astype(table.dtype)
+
+
+def _summed(one: Callable[[Any], tuple[Any, Array]], columns: tuple[Array, ...]) -> Any:
+    """Returns the sum over chunks of `one`'s first results, and all of its second ones, stacked.
+
+    A single chunk is not added to zeros, which would pass over the table's gradient once more.
+    """
+    first = jax.tree.map(lambda x: x[0], columns)
+    if len(columns[0]) == 1:
+        sums, own = one(first)
+        return sums, own[None]
+
+    def add(sums, columns):
+        more, own = one(columns)
+        return jax.tree.map(jnp.add, sums, more), own
+
+    shapes, _ = jax.eval_shape(one, first)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(add, zeros, columns)
 
 
 def _columns(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:

@@ -1,12 +1,14 @@
 """How arrays are split over devices: one table maps names of parameters to axes of the mesh."""
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,12 +28,13 @@ RULES = (
     (r"logits_bias$", P("tensor")),
     (r"attention/(query|key|value)$", P("fsdp", "tensor")),
     (r"attention/(query|key|value)_bias$", P("tensor")),
-    (r"attention/output$", P("tensor", "fsdp")),
+    (r"attention/output$", P(("tensor", "fsdp"))),
     (r"feed_forward/up$", P("fsdp", "tensor")),
     (r"feed_forward/up_bias$", P("tensor")),
-    (r"feed_forward/down$", P("tensor", "fsdp")),
+    (r"feed_forward/down$", P(("tensor", "fsdp"))),
     (r"", P()),
 )
+EMBEDDING, KERNEL = r"embedding$", r"(attention|feed_forward)/(query|key|value|output|up|down)$"
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -103,7 +106,7 @@ def _split_sizes(config: Config) -> Iterator[tuple[str, str, int]]:
 
 def row_shares(mesh: Mesh | None) -> int:
     """Returns the number of shares into which the rows of a batch are divided: data x fsdp."""
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
+    return 1 if mesh is None else _devices(mesh, ROW_AXES)
 
 
 def rows_here(mesh: Mesh, rows: int) -> np.ndarray:
@@ -145,33 +148,96 @@ def _identity(tree: Any) -> Any:  # not a lambda: jax.jit would compile each new
     return tree
 
 
-def shardings(mesh: Mesh, tree: Any, *, without: str | None = None) -> Any:
+def shardings(mesh: Mesh, tree: Any, *, gathered: bool = False) -> Any:
     """Returns a NamedSharding by RULES for every leaf of a tree of arrays or shapes.
 
-    No leaf is split along the axis `without`.
+    What RULES split along fsdp is split along data and fsdp together, where both divide its size,
+    so that between steps no device holds weights or optimizer state of others (ZeRO, Rajbhandari et
+    al. 2020). With `gathered` no leaf is split along either.
     """
 
-    def sharding(name: str) -> NamedSharding:
-        axes = next(spec for rule, spec in RULES if re.search(rule, name))
-        return NamedSharding(mesh, P(*(None if axis == without else axis for axis in axes)))
+    def sharding(name: str, leaf: Any) -> NamedSharding:
+        rule = next(spec for rule, spec in RULES if re.search(rule, name))
+        axes = (_axes(mesh, *each, gathered) for each in zip(rule, leaf.shape, strict=False))
+        return NamedSharding(mesh, P(*axes))
 
-    return jax.tree.unflatten(jax.tree.structure(tree), map(sharding, named_leaves(tree)))
+    leaves = itertools.starmap(sharding, named_leaves(tree).items())
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def gather_fsdp(mesh: Mesh | None, params: Any) -> Any:
-    """Gathers the parameters along the axis fsdp, so that a step computes with them whole.
+def _axes(mesh: Mesh, rule: Any, size: int, gathered: bool) -> Any:
+    """Returns the axes of the mesh that split a dimension of this size, by its entry in RULES."""
+    axes = (rule,) if isinstance(rule, str) else rule or ()
+    others = tuple(axis for axis in axes if axis != "fsdp")
+    if gathered or "fsdp" not in axes:
+        return others or None
+    choices = ((*others, *ROW_AXES), axes, others)
+    fit = (each for each in choices if size % _devices(mesh, each) == 0)
+    return next(fit, others) or None
 
-    This is done explicitly, because XLA would otherwise all-gather activations. Between steps
-    parameters are split along fsdp, and their gradients come back split in the same way.
+
+def _devices(mesh: Mesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def gather(mesh: Mesh, params: Any, dtype: jnp.dtype) -> Any:
+    """Gathers the parameters over data and fsdp: a step computes with them whole.
+
+    This is done explicitly, because XLA would otherwise all-gather activations. Kernels, which are
+    multiplied in `dtype` in any case, are gathered in it, and their gradients are summed in it.
+    Gradients come back split as the parameters are, so that each device updates only its share.
+    Embeddings stay split, for `split_lookup`.
     """
-    if mesh is None or mesh.size == 1:
-        return params
-    whole = shardings(mesh, params, without="fsdp")
-    return jax.tree.map(_gather_leaf, shardings(mesh, params), whole, params)
+
+    def place(name: str, leaf: Any, split: NamedSharding, whole: NamedSharding) -> Any:
+        if re.search(EMBEDDING, name) and _divides(mesh, leaf):
+            return leaf
+        kernel = re.search(KERNEL, name)
+        return _gather_leaf(split, whole, leaf.astype(dtype) if kernel else leaf)
+
+    trees = params, shardings(mesh, params), shardings(mesh, params, gathered=True)
+    leaves = map(place, named_leaves(params), *map(jax.tree.leaves, trees))
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def gather_table(mesh: Mesh, table: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Gathers the table [V, D] of the logits, and sums its gradient, in `dtype`, as a kernel."""
+    named = {"embedding": table}
+    split, whole = (shardings(mesh, named, gathered=gathered) for gathered in (False, True))
+    return _gather_leaf(split["embedding"], whole["embedding"], table.astype(dtype))
+
+
+def split_lookup(mesh: Mesh, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns `table[ids]` for ids [B, T] split by rows and a table [V, D] that `gather` has left.
+
+    Each device looks up all ids in its own columns of the table, and then columns are exchanged for
+    rows. The rows of a batch are far less than a table and its gradient.
+    """
+    if not _divides(mesh, table):
+        return table[ids]
+
+    def own(columns, ids):
+        all_ids = jax.lax.all_gather(ids, ROW_AXES, tiled=True)
+        return jax.lax.all_to_all(columns[all_ids], ROW_AXES, 0, 2, tiled=True)
+
+    return jax.shard_map(
+        own,
+        mesh=mesh,
+        axis_names=set(ROW_AXES),
+        in_specs=(P(None, ROW_AXES), ROWS),
+        out_specs=ROWS,
+        check_vma=False,
+    )(table, ids)
+
+
+def _divides(mesh: Mesh, table: Any) -> bool:
+    return table.shape[1] % row_shares(mesh) == 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather_leaf(split: NamedSharding, whole: NamedSharding, leaf: jax.Array) -> jax.Array:
+    # Without the first constraint XLA would gather first and then convert.
+    leaf = jax.lax.with_sharding_constraint(leaf, split)
     return jax.lax.with_sharding_constraint(leaf, whole)
 
 

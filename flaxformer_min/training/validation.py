@@ -28,6 +28,7 @@ from flaxformer_min.training.sharding import fetch_whole, place_rows, row_shares
 Translate = Callable[[Params, Sequence[str], int], Iterator[list[tuple[int, str]]]]
 
 Item = TypeVar("Item")
+SAMPLES = 3  # translations that the record of an evaluation shows
 
 
 def measure_of(config: Config, digest: str) -> str:
@@ -80,13 +81,16 @@ class Validation:
         """Evaluates `params` at `step`; the record is for metrics.jsonl and the checkpoint.
 
         The validation loss is in nats per target token, EOS included, without label smoothing;
-        perplexity is its exp. Raises GivenUp.
+        perplexity is its exp. SAMPLES lines, always the same, are shown with their translations.
+        Raises GivenUp.
         """
-        loss = self.loss(params, stop)
+        loss, texts = self.loss(params, stop), self.translations(params, stop)
+        metric, decode = self._metric, self._config.decode
         return {
             "validation_loss": loss,
             "validation_perplexity": math.exp(min(loss, 700)),  # exp(710) overflows
-            "bleu": self.bleu(params, step, stop),
+            "bleu": broadcast(lambda: bleu_record(metric, texts, self._references, decode, step)),
+            "samples": self._samples(texts),
         }
 
     def loss(self, params: Params, stop: Callable[[], bool]) -> float:
@@ -107,8 +111,15 @@ class Validation:
             total, tokens = total + float(loss), tokens + float(count)
         return total / tokens
 
-    def bleu(self, params: Params, step: int, stop: AgreedStop) -> dict[str, Any]:
-        """Translates the raw lines and returns their BLEU record. Raises GivenUp.
+    def _samples(self, translations: Sequence[str]) -> list[dict[str, str]]:
+        """Returns lines that are evenly spread over the split, each with its two translations."""
+        lines = list(zip(self._sources, self._references, translations, strict=True))
+        chosen = (lines[len(lines) * (2 * n + 1) // (2 * SAMPLES)] for n in range(SAMPLES))
+        names = ("source", "reference", "translation")
+        return [dict(zip(names, texts, strict=True)) for texts in dict.fromkeys(chosen)]
+
+    def translations(self, params: Params, stop: AgreedStop) -> list[str]:
+        """Translates the raw lines, in order. Raises GivenUp.
 
         The batch shape of a line follows from the line's own length, so it does not matter which
         process translates it.
@@ -121,8 +132,7 @@ class Validation:
         texts = [""] * len(self._sources)
         for place, text in itertools.chain(*found):
             texts[place] = text
-        metric, decode = self._metric, self._config.decode
-        return broadcast(lambda: bleu_record(metric, texts, self._references, decode, step))
+        return texts
 
     def _translate_share(self, params: Params, stop: AgreedStop) -> list[tuple[int, str]] | None:
         """Returns (place, translation) of this process's lines, or None if it gave up."""

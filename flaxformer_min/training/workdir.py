@@ -1,12 +1,12 @@
 """A run's workdir: which run it belongs to, and which process may work in it now.
 
-    config.json      the run's config; it may be replaced as long as there is no checkpoint
-    lock             held by the process that works in the workdir
-    tokenizer.model  the run's tokenizer           \\
-    corpus.json      pairs read, kept, dropped      } training/prepared_data.py
-    corpus/          a cache of token ids          /
-    checkpoints/     checkpoints/store.py
-    metrics.jsonl    training/log.py
+config.json      the run's config; it may be replaced as long as there is no checkpoint
+lock             held by the process that works in the workdir
+tokenizer.model  the run's tokenizer           \\ training/prepared_data.py
+corpus.json      pairs read, kept, dropped     /
+corpus/          token ids, only of a run of several processes, or if data.cache says so
+checkpoints/     checkpoints/store.py
+metrics.jsonl    training/log.py
 """
 
 import contextlib

@@ -251,10 +251,12 @@ function drawAttention() {
   const keys = causal ? written : source;
   const most = Math.max(keys.length, queries.length, 1);
   const lit = Math.min(state.query, queries.length - 1);
-  const cell = square(Math.min(26, Math.min(innerWidth - 230, 560) / most), 9);
+  const cell = square(Math.min(26, Math.min(innerWidth - 230, 560) / most), 12);
+  $("large").classList.toggle("long", most > 46);
+  const small = square(Math.min(78, innerWidth / 4 - 30) / most, 1);
   [...$("heads").children].forEach((button, head) => {
     button.setAttribute("aria-pressed", head === siteHead);
-    paintCells(button.firstChild, weightsOf(path, head), square(78 / most, 1), hidden);
+    paintCells(button.firstChild, weightsOf(path, head), small, hidden);
   });
   $("matrix").style.setProperty("--cell", `${cell[0]}px`);
   paintCells($("cells"), weights, cell, hidden, lit);
