@@ -3,8 +3,13 @@
 import doctest
 import importlib
 import inspect
+import runpy
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -15,6 +20,8 @@ import flaxformer_min
 from flaxformer_min.decoding.translator import Translator
 from flaxformer_min.errors import UserError
 from flaxformer_min.training.state import init_state
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +72,30 @@ def test_a_recipe_of_the_package_goes_by_its_name_from_any_folder(tmp_path, monk
         UserError, match="wmt14: there is no such config file; the recipes are demo"
     ):
         flaxformer_min.load_config("wmt14")
+
+
+@pytest.mark.run
+def test_the_service_answers_line_by_line_and_says_what_it_refuses(monkeypatch):
+    service = runpy.run_path(str(ROOT / "examples" / "service.py"), run_name="service")
+    state = init_state(CONFIG.model, TOKENIZER.vocab_size, optax.identity(), seed=1)
+    tiny = Translator(CONFIG, TOKENIZER, state.params)
+    with service["serve"](tiny, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://localhost:{server.server_port}"
+        lines = ["a cat", "", "dogs"]
+        with urllib.request.urlopen(url, "\n".join(lines).encode()) as answer:
+            found = answer.read().decode()
+        with urllib.request.urlopen(f"{url}/health") as health:
+            assert health.read() == b"ok"
+        statuses = []
+        for path, body in (("/nothing", None), ("/", b"x" * 1_000_001)):
+            with pytest.raises(urllib.error.URLError) as refused:
+                urllib.request.urlopen(url + path, body)
+            statuses.append(getattr(refused.value, "code", None))
+            getattr(refused.value, "close", lambda: None)()
+        server.shutdown()
+        thread.join()
+    wanted = [each.text for each in tiny.translate(lines, service["OPTIONS"])]
+    assert found == "".join(f"{text}\n" for text in wanted)
+    assert statuses[0] == 404 and statuses[1] in (413, None)  # None: it closed while we sent
