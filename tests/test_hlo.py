@@ -206,16 +206,21 @@ def test_a_line_that_cannot_be_read_is_an_error():
         hlo.read(program("copy(%p)", computation("odd", '  "estimated_cycles":"3"\n')))
 
 
-def test_a_collective_that_runs_beside_fusions_counts_once_by_its_channel():
+def test_a_collective_that_runs_beside_a_chain_of_fusions_counts_once():
     """XLA writes it again in the fusions that begin it, run meanwhile and end it."""
-    gather = GATHER.replace("\n", ", channel_id=5\n")
-    other = GATHER.replace("\n", ", channel_id=6\n")
-    bodies = {"begin": gather, "beside": gather + work(7), "end": gather, "other": other}
+    gather = GATHER.replace("\n", ', channel_id=1, frontend_attributes={chain_id="5"}\n')
+    other = GATHER.replace("\n", ", channel_id=1\n")
+    bodies = {
+        "begin": gather,
+        "beside": gather + work(7),
+        "end": gather,
+        "other": other + other.replace("%all", "%more"),
+    }
     calls = [f"  %{name} = f32[2]{{0}} fusion(%p), calls=%{name}\n" for name in bodies]
     computations = [computation(name, body) for name, body in bodies.items()]
     found = hlo.read(program("copy(%other)", *computations, before="".join(calls)))
-    counted = [(one.channel, one.bytes, one.trips) for one in found.collectives]
-    assert (counted, found.cycles) == ([(5, 36, 1), (6, 36, 1)], 7)
+    counted = [(one.chain, one.bytes, one.trips) for one in found.collectives]
+    assert (counted, found.cycles) == ([(5, 36, 1), (0, 36, 1), (0, 36, 1)], 7)
 
 
 def test_the_estimates_of_collectives_are_left_out():

@@ -32,7 +32,7 @@ class Collective:
     bytes: int  # of the whole arrays on one device that go in, or that come out if these are more
     trips: int  # how often one run of the program executes it
     source: str  # the operation that it comes from, as JAX names it; "" if XLA does not say
-    channel: int = 0  # its number in the program; 0 if it has none
+    chain: int = 0  # the number of a chain of fusions that it runs beside; 0 if there is none
 
 
 class Program(NamedTuple):
@@ -171,13 +171,13 @@ def _sum(programs: Iterable[Program]) -> Program:
     """Returns the programs of the instructions of a computation as one.
 
     A collective that goes on beside other work is written again in the fusion that begins it, in
-    each one that runs meanwhile and in the one that ends it, always with the same channel. It
-    counts once.
+    each one that runs meanwhile and in the one that ends it, always with the number of this chain.
+    It counts once.
     """
     programs = list(programs)
     found: dict[int, Collective] = {}
     for one in (one for program in programs for one in program.collectives):
-        key = one.channel or -1 - len(found)
+        key = one.chain or -1 - len(found)
         found[key] = max(found.get(key, one), one, key=lambda one: one.bytes * one.trips)
     return Program(list(found.values()), sum(program.cycles for program in programs))
 
@@ -206,13 +206,13 @@ def _named_reduce_scatter(fused: Program) -> Program:
 
 def _collective(instruction: _Instruction, results: dict[str, str]) -> Collective:
     source = re.search(r'op_name="([^"]*)"', instruction.text)
-    channel = re.search(r"channel_id=(\d+)", instruction.text)
+    chain = re.search(r'chain_id="(\d+)"', instruction.text)
     return Collective(
         kind=instruction.opcode,
         bytes=_moved(instruction, results),
         trips=1,
         source=source[1] if source else "",
-        channel=int(channel[1]) if channel else 0,
+        chain=int(chain[1]) if chain else 0,
     )
 
 
