@@ -43,12 +43,12 @@ clean:
 
 .venv/installed: $(PINS) | .venv
 	@echo "installing the pinned packages into .venv ..."
-	@$(PIP) -e .
+	@$(PIP) -e '.[train]'
 	@touch $@
 
 .venv/installed-dev: $(PINS) | .venv
 	@echo "installing the pinned packages into .venv ..."
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[train,dev]'
 	@touch $@ .venv/installed
 
 .venv:

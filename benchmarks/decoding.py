@@ -1,6 +1,6 @@
 """Sentences per second of this program, Hugging Face's Marian and CTranslate2 on the same weights.
 
-    pip install -e '.[benchmark]' -c constraints.txt
+    pip install -e '.[train,benchmark]' -c constraints.txt
     python -m benchmarks.decoding --checkpoint DIR [--source FILE] [--json]
 
 All get the same lines of text and give back lines of text, in float32, with the same number of

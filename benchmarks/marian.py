@@ -4,10 +4,10 @@
     python -m benchmarks.marian --golden DIR     writes the small model of tests/golden/marian
     python -m benchmarks.marian --speed          translation by a model of OPUS-MT's base size
 
-All need `pip install -e '.[benchmark]'`. The task is to write a line of words in capitals, which
-1,200 steps teach well enough that beams end at different lengths. The speed is that of a model of
-the base size with random weights, which would never write EOS: every translation is as long as its
-source, LENGTH pieces.
+All need `pip install -e '.[train,benchmark]'`. The task is to write a line of words in capitals,
+which 1,200 steps teach well enough that beams end at different lengths. The speed is that of a
+model of the base size with random weights, which would never write EOS: every translation is as
+long as its source, LENGTH pieces.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Each is a Program: text to token ids with the same tokenizer, and forced decoding. The peers know
 one greatest length for a batch; what they write beyond that of a sentence is cut. They come with
-`pip install -e '.[benchmark]'`; nothing else here needs them.
+`pip install -e '.[train,benchmark]'`; nothing else here needs them.
 """
 
 import contextlib

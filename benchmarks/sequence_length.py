@@ -1,6 +1,6 @@
 """Time and memory against the length of a sequence, and where attention overtakes the FFN.
 
-    pip install -e '.[benchmark]' -c constraints.txt
+    pip install -e '.[train,benchmark]' -c constraints.txt
     python -m benchmarks.sequence_length [--longest 4096] [--plot FILE.svg] [--json FILE]
 
 One sequence of T source and T target tokens, the base model's widths (D 512, F 2048, 8 heads),

@@ -1,6 +1,6 @@
 """A training step of this program beside those of flax's wmt example and of PyTorch.
 
-    pip install -e '.[benchmark]' -c constraints.txt
+    pip install -e '.[train,benchmark]' -c constraints.txt
     python -m benchmarks.training [--data-dir MULTI30K] [--rounds 9] [--json FILE]
 
 Each program runs in a process of its own, one at a time, in turns: a round is the same batches for

@@ -22,11 +22,15 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
+from flaxformer_min import __version__
 from flaxformer_min.decoding.options import IN_CONFIG, Options
 from flaxformer_min.errors import UserError, first_line, is_out_of_memory, local_path, nearest
 from flaxformer_min.system.sealed import CheckpointError
 
 LESS_SEARCH = "lower --beam-size or --max-length-offset, or split longer lines"
+# Packages of the extra `train`.
+TRAINING = "babel", "importlib_resources", "sacrebleu", "tensorboardX", "tensorflow_datasets"
+RECIPE = "a recipe such as demo or wmt14_en_de:base, or FILE.py, or FILE.py:VARIANT"
 DIGITS = 19  # a number of so many digits is a mistake
 
 
@@ -167,6 +171,8 @@ def message_and_status(error: BaseException) -> tuple[str | None, int]:
     """
     if isinstance(error, UserError):
         return str(error), 2
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in TRAINING:
+        return f"{error.name} is not installed: pip install 'flaxformer_min[train]'", 2
     if isinstance(error, CheckpointError | FloatingPointError | MemoryError | OSError):
         return str(error), 1
     if isinstance(error, KeyboardInterrupt):
@@ -186,10 +192,13 @@ def _memory(mend: str) -> Generator[None]:
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Trains, or resumes if DIR holds checkpoints."""
-    from flaxformer_min.config_file import load_config
+    """Trains, or resumes if DIR holds checkpoints; without --config, by the config of DIR's run."""
+    from flaxformer_min.config_file import load_config, load_workdir_config
 
-    config = load_config(options.config, overrides)
+    if options.config is None:
+        config = load_workdir_config(options.workdir, overrides)
+    else:
+        config = load_config(options.config, overrides)
     from flaxformer_min.system import devices, failures, malloc, processes
     from flaxformer_min.training import loop
 
@@ -453,6 +462,7 @@ def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="flaxformer-min", description="The 2017 Transformer.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     def verb(function: Callable[..., int | None], *, add_help: bool = True) -> _Parser:
@@ -475,7 +485,7 @@ def _make_parser() -> argparse.ArgumentParser:
     sub.epilog = "Every field of the config is a flag too: --model.dropout 0.2"
     flag = sub.add_argument
     flag("-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field too")
-    flag("--config", required=True, type=_path, help="a Python file, or FILE:VARIANT")
+    flag("--config", type=_path, help=RECIPE)
     flag("--workdir", required=True, type=_path, help="where everything of the run is kept")
     flag("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
     _add_distributed_flags(sub)
@@ -525,7 +535,7 @@ def _add_interop_flags(coming: _Parser, going: _Parser) -> None:
 def _add_plan_flags(sub: _Parser) -> None:
     sub.epilog = "Every field of the config is a flag too: --model.remat True"
     flag = sub.add_argument
-    flag("--config", required=True, type=_path, help="a Python file, or FILE:VARIANT")
+    flag("--config", required=True, type=_path, help=RECIPE)
     flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
     flag(
         "--lengths",
@@ -545,7 +555,7 @@ def _add_verbs_that_show(verb: Callable[..., _Parser]) -> None:
     sub = verb(summary)
     sub.epilog = "With FILE, every field of the config is a flag too: --model.d_ff 4096"
     sub.add_argument(
-        "model", type=_path, metavar="CONFIG|DIR", help="FILE, FILE:VARIANT, or a trained model"
+        "model", type=_path, metavar="CONFIG|DIR", help=f"{RECIPE}, or a trained model"
     )
     flag = _add_one_model(verb(neighbours))
     flag("words", nargs="+", type=_text, metavar="WORD", help="or words joined by + and -")

@@ -173,10 +173,10 @@ class DecodeConfig:
 class MeshConfig:
     """Devices along each axis of the mesh; -1 means all that are left."""
 
-    # The rows of a batch are split, and between steps weights and optimizer state: along data where
-    # their sizes allow, along fsdp always.
+    # The rows of a batch are split, and between steps weights and optimizer state as far as their
+    # sizes allow.
     data: Axis = -1
-    fsdp: Axis = 1
+    fsdp: Axis = 1  # the same, but sizes that cannot be split are refused
     tensor: Axis = 1  # heads, d_ff and the vocabulary are split
 
 

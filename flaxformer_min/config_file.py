@@ -1,4 +1,8 @@
-"""Makes a config from a Python file and the flags that override it on the command line."""
+"""Makes a config from a recipe or a workdir, and the flags that override it on the command line.
+
+A recipe is a Python file. Those of this program lie in configs/, which an installed package has as
+flaxformer_min/recipes, so that they have names everywhere: `demo`, `wmt14_en_de:base`.
+"""
 
 import contextlib
 import dataclasses
@@ -10,12 +14,18 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from flaxformer_min.config import FIELD_TYPES, FILES, PATHS, Config, flat
-from flaxformer_min.config_rules import RETIRED, described, typed, validate
+from flaxformer_min.config_rules import (
+    RETIRED,
+    config_from_json,
+    described,
+    typed,
+    validate,
+)
 from flaxformer_min.errors import UserError, first_line, local_path, nearest
 
 # What other programs call the fields and flags, names without their section; a sentence tells what
@@ -80,20 +90,50 @@ _OTHER_NAMES = {
 }
 SYNONYMS = {name: meant for meant, names in _OTHER_NAMES.items() for name in names.split()}
 
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.py"))}
 
-def load_config(spec: str, overrides: list[str]) -> Config:
+
+def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
     """Returns the config that a file and the flags describe, checked.
 
     Args:
         spec: FILE, Python whose `get_config()` returns the whole tree; or FILE:ARG, for
             `get_config(ARG)`. The ARGs that a file knows are the keys of its dict `VARIANTS`. As
-            for any script, modules beside FILE can be imported.
+            for any script, modules beside FILE can be imported. Instead of FILE it can be the name
+            of a recipe of this program, such as demo or wmt14_en_de:base.
         overrides: flags such as `--model.dropout 0.2` or `--data.train a.en a.de`.
 
     Raises:
         UserError: the file or a flag cannot be used, or values contradict each other.
+
+    >>> load_config("wmt14_en_de:base", ["--model.num_layers", "2"]).model.num_layers
+    2
     """
-    config = _with_local_paths(_override(_run_file(spec), overrides))
+    return _finished(_run_file(spec), overrides)
+
+
+def load_workdir_config(workdir: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Returns the config of the run in a workdir with the flags applied, checked.
+
+    Raises UserError if there is no run, and for the reasons of `load_config`.
+    """
+    path = Path(workdir) / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"--workdir {workdir}: has no run to go on with; give --config to begin one"
+        )
+    if path.with_name("manifest.json").exists():
+        raise UserError(f"--workdir {workdir}: is one checkpoint and no workdir; give its workdir")
+    try:
+        config = config_from_json(path.read_text(encoding="utf-8"))
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}; give --config") from None
+    return _finished(config, overrides)
+
+
+def _finished(config: Config, overrides: Sequence[str]) -> Config:
+    """Returns the config with the flags applied and paths expanded, checked."""
+    config = _with_local_paths(_override(config, overrides))
     validate(config)
     return config
 
@@ -115,13 +155,13 @@ def print_help(spec: str) -> None:
 
 def _run_file(spec: str) -> Config:
     """Returns what the file's `get_config` returns, with the type of every field checked."""
-    path, argument = _split_spec(spec)
+    name, path, argument = _split_spec(spec)
     with _users_code(path):
         module = runpy.run_path(str(path))
         get_config, arguments = module.get("get_config"), [argument] if argument else []
         if not callable(get_config):
             raise UserError(f"{path} has no function get_config()")
-        _check_argument(path, argument, get_config, module.get("VARIANTS", {}))
+        _check_argument(name, argument, get_config, module.get("VARIANTS", {}))
         config = get_config(*arguments)
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config returns {type(config).__name__}, it must be Config")
@@ -131,28 +171,34 @@ def _run_file(spec: str) -> Config:
         raise UserError(f"{path}: {error}") from error
 
 
-def _split_spec(spec: str) -> tuple[Path, str]:
-    """Returns FILE and ARG of FILE:ARG; ARG is empty if there is none."""
+def _split_spec(spec: str) -> tuple[str, Path, str]:
+    """Returns FILE or the recipe's name as it was given, the file, and ARG, empty if there is none.
+
+    A file that is there comes before a recipe of that name.
+    """
     name, argument = spec, ""
     if not Path(spec).is_file() and ":" in spec:
         name, _, argument = spec.rpartition(":")
+    if not Path(name).is_file() and name in RECIPES:
+        return name, RECIPES[name], argument
     if not Path(name).is_file():
-        raise UserError(f"{name}: there is no such config file")
+        known = f"; the recipes are {', '.join(RECIPES)}" if Path(name).name == name else ""
+        raise UserError(f"{name}: there is no such config file{known}")
     if not name.endswith(".py"):
         raise UserError(f"{name}: a config is a Python file with get_config(); see configs/")
-    return Path(name), argument
+    return name, Path(name), argument
 
 
-def _check_argument(path: Path, argument: str, get_config: Callable, variants: dict) -> None:
+def _check_argument(name: str, argument: str, get_config: Callable, variants: dict) -> None:
     """Refuses an ARG that is missing, unknown or not asked for."""
     takes_one = bool(inspect.signature(get_config).parameters)
     if argument and not takes_one:
-        raise UserError(f"{path} takes no argument: leave out :{argument}")
+        raise UserError(f"{name} takes no argument: leave out :{argument}")
     if variants and argument not in variants:
         problem = f"has no variant {argument}" if argument else "needs a variant"
-        raise UserError(f"{path} {problem}: write {path}:NAME with one of {', '.join(variants)}")
+        raise UserError(f"{name} {problem}: write {name}:NAME with one of {', '.join(variants)}")
     if takes_one and not argument:
-        raise UserError(f"{path} needs an argument: write {path}:ARG")
+        raise UserError(f"{name} needs an argument: write {name}:ARG")
 
 
 @contextlib.contextmanager
@@ -186,7 +232,7 @@ def _line_of(error: BaseException, path: Path) -> str:
     return "".join([f":{frame.lineno}" for frame in frames if frame.filename == str(path)][-1:])
 
 
-def _override(config: Config, flags: list[str]) -> Config:
+def _override(config: Config, flags: Sequence[str]) -> Config:
     """Returns the config with the fields that flags set."""
     for key, words in _split_flags(flags):
         kind = FIELD_TYPES[key]
@@ -221,7 +267,7 @@ def _with_local_paths(config: Config) -> Config:
     return config
 
 
-def _split_flags(flags: list[str]) -> list[tuple[str, list[str]]]:
+def _split_flags(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Returns the field and the words of each flag.
 
     `--data.max_length 9` may also be written `--data.max-length=9`.

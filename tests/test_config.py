@@ -18,7 +18,7 @@ from flaxformer_min.config import (
     ModelConfig,
     flat,
 )
-from flaxformer_min.config_file import SYNONYMS, load_config, print_help
+from flaxformer_min.config_file import SYNONYMS, load_config, load_workdir_config, print_help
 from flaxformer_min.config_rules import (
     RETIRED,
     check_resume,
@@ -568,7 +568,7 @@ def test_a_config_that_is_no_python_file_is_told_what_it_must_be(tmp_path, name)
 
 def test_a_config_file_that_is_not_there_is_named() -> None:
     for spec in ("configs/none.py", "configs/none.py:base", "configs"):
-        text = message_of(load_config, spec, [])
+        text = message_of(load_config, spec, []).partition("; the recipes are")[0]
         assert text == f"{spec.removesuffix(':base')}: there is no such config file"
 
 
@@ -577,3 +577,18 @@ def test_a_config_file_imports_its_neighbours(tmp_path: Path) -> None:
     path = tmp_path / "recipe.py"
     path.write_text("from neighbour_of_a_recipe import get_config")
     assert load_config(str(path), []).model.dropout == 0.3
+
+
+def test_a_workdir_alone_gives_the_config_of_its_run_with_the_flags_applied(tmp_path) -> None:
+    config = load_config("demo", ["--train.steps", "7"])
+    (tmp_path / "config.json").write_text(config_to_json(config), encoding="utf-8")
+    assert load_workdir_config(tmp_path) == config
+    more = load_workdir_config(tmp_path, ["--train.steps", "11"])
+    assert more == dataclasses.replace(config, train=dataclasses.replace(config.train, steps=11))
+    text = message_of(load_workdir_config, tmp_path / "none", [])
+    assert text.endswith("has no run to go on with; give --config to begin one")
+    (tmp_path / "manifest.json").write_text("{}")
+    assert "is one checkpoint and no workdir" in message_of(load_workdir_config, tmp_path, [])
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    assert message_of(load_workdir_config, tmp_path, []).endswith("; give --config")

@@ -91,7 +91,10 @@ def test_every_verb_and_example_has_its_place_where_a_reader_looks_for_it():
     text = (ROOT / "docs" / "where_to_see_it.md").read_text(encoding="utf-8")
     for verb in ("trace", "summary", "neighbours", "encode", "plot", "page"):
         assert f"{verb} DIR" in text or f"`{verb} " in text, verb
-    examples = {path.name for path in (ROOT / "examples").glob("*.py")} - {"run_stablehlo.py"}
+    examples = {path.name for path in (ROOT / "examples").glob("*.py")} - {
+        "run_stablehlo.py",
+        "service.py",
+    }
     assert [name for name in examples if f"python examples/{name}" not in text] == []
 
 

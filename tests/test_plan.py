@@ -114,7 +114,7 @@ def test_json_and_table_say_the_same(planned):
     shape = tree["shapes"][0]
     assert shape["bucket"] == {"rows": 16, "source_length": 16, "target_length": 16}
     assert shape["flops"] == planned.shapes[0].flops and shape["seconds"] is None
-    assert {"kind", "bytes", "trips", "source", "channel", "fused"} == set(shape["collectives"][0])
+    assert {"kind", "bytes", "trips", "source", "chain"} == set(shape["collectives"][0])
     assert "16 x 16 x 16" in text and "exchanges" in text
 
 

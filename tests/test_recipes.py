@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from flaxformer_min import cli
 from flaxformer_min.config import FIELD_TYPES, ModelConfig
 from flaxformer_min.config_file import load_config
 from flaxformer_min.config_rules import config_from_json, config_to_json
@@ -183,7 +184,8 @@ def test_every_package_that_an_install_brings_is_pinned() -> None:
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     pinned = {canonicalize_name(p.name): p for p in pins if not p.marker or p.marker.evaluate()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    waiting = {*project["dependencies"], *project["optional-dependencies"]["dev"]}
+    extras = project["optional-dependencies"]
+    waiting = {*project["dependencies"], *extras["train"], *extras["dev"]}
     seen: set[str] = set()
     while waiting - seen:
         seen.add(text := (waiting - seen).pop())
@@ -192,3 +194,18 @@ def test_every_package_that_an_install_brings_is_pinned() -> None:
         assert importlib.metadata.version(requirement.name) in pin.specifier
         waiting |= brought(requirement)
     assert len(seen) > 60
+
+
+def test_the_packages_of_the_extra_for_training_are_those_whose_absence_is_told() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [Requirement(text).name for text in project["optional-dependencies"]["train"]]
+    assert sorted(name.replace("-", "_") for name in names) == sorted(cli.TRAINING)
+
+
+def test_a_lower_bound_is_a_version_that_these_tests_run_with() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in (*project["dependencies"], *project["optional-dependencies"]["train"]):
+        requirement = Requirement(text)
+        (bound,) = requirement.specifier
+        assert bound.operator == ">="
+        assert importlib.metadata.version(requirement.name) in requirement.specifier

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -548,8 +548,7 @@ def test_attention_comes_with_each_hypothesis_if_asked_for(translator):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("Oct 7", r"lines is one str: write translate\(\[text\]\)"),
-        (b"Oct 7", r"lines is one bytes: write translate\(\[text\]\)"),
+        (b"Oct 7", r"lines is one bytes: write \[text\] for a single text"),
         (["see", None], r"lines\[1\] is None \(NoneType\): it must be a string"),
         ([b"see"], r"lines\[0\] is b'see' \(bytes\): it must be a string"),
         (["", 7], r"lines\[1\] is 7 \(int\): it must be a string"),
@@ -564,6 +563,46 @@ def test_lines_that_are_no_strings_are_a_type_error_at_once(translator, lines, m
         translator.decode(lines)  # before the first batch is asked for
     with pytest.raises(TypeError, match=message):
         translator.translate(lines)
+
+
+def test_a_string_is_one_line_and_gives_one_translation(translator):
+    assert translator.translate("a cat") == translator.translate(["a cat"])[0]
+    assert translator.translate("") == EMPTY
+    with pytest.raises(TypeError, match=r"lines is one str: write \[text\]"):
+        translator.decode("a cat")
+
+
+def test_after_a_warm_up_nothing_is_compiled_for_lines_up_to_its_length(translator, caplog):
+    options = Options(beam_size=2, length_penalty_alpha=0.3)
+    widths = translator.warm_up(options, longest=9)
+    assert widths == sorted(widths) and widths[-1] >= 9
+    lines = ["a", "a cat", "dogs and cats", ""] * 3
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        translator.translate(lines, dataclasses.replace(options, length_penalty_alpha=0.7))
+    assert not [r for r in caplog.records if "search" in r.getMessage()]
+    with pytest.raises(ValueError, match="longest is 0"):
+        translator.warm_up(options, longest=0)
+
+
+def test_no_batch_begins_once_it_should_stop(translator):
+    begun = []
+
+    def should_stop():
+        begun.append(1)
+        return len(begun) > 1
+
+    lines = [" ".join(["a"] * n) for n in (1, 12)] * 200
+    with pytest.raises(CancelledError, match="before every line was done"):
+        translator.translate(lines, Options(beam_size=1), should_stop=should_stop)
+    assert len(translator.translate(lines[:3], should_stop=lambda: False)) == 3
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_the_model_of_a_translator_has_its_weights(translator):
+    model = translator.model
+    tokens = np.array([translator.tokenizer.encode("a cat")])
+    np.testing.assert_array_equal(model.embedding[...], translator.params["embedding"])
+    assert model.encode(tokens, padding_mask(tokens)).shape[1] == tokens.shape[1]
 
 
 @pytest.mark.usefixtures("as_users_have_it")

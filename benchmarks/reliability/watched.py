@@ -38,5 +38,5 @@ def stop() -> None:
 
 if __name__ == "__main__":
     Validation.loss = watched("loss", Validation.loss)
-    Validation.bleu = watched("decoding", Validation.bleu)
+    Validation.translations = watched("decoding", Validation.translations)
     sys.exit(main(["train", *sys.argv[1:]]))

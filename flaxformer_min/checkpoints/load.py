@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 from flaxformer_min.checkpoints import retention
 from flaxformer_min.checkpoints.format import Loaded, read_checkpoint
 from flaxformer_min.errors import UserError
+from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.sealed import DeletedError, is_sealed, unless_deleted, verify
 
 LOOKS = 30  # so often is a checkpoint looked for while a run deletes what is being read
@@ -20,7 +21,8 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
     `step` picks one of a workdir's checkpoints. None is the newest good one; a damaged one is
     passed by with a warning. If a run deletes one while it is being read, the next newest is looked
     for. "best" is the one whose evaluation is best by the `train.best_metric`
-    of the newest checkpoint's config.
+    of the newest checkpoint's config. JAX keeps the programs that are compiled from now on, as
+    `system.devices.keep_programs` says.
 
     Raises:
         UserError: there is no checkpoint, or none of this step, or it has another format version,
@@ -28,6 +30,7 @@ def load_for_inference(directory: str | Path, step: int | Literal["best"] | None
         CheckpointError: a file, which is named, is damaged; for step None, no checkpoint is good.
         OSError: a file, which is named, cannot be read, though it is not damaged.
     """
+    start_devices()
     directory = Path(directory).absolute()
     if is_sealed(directory):
         loaded = verified_checkpoint(directory)

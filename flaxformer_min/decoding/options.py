@@ -115,6 +115,7 @@ class Options:
         decode = self.over(decode)
         values = {name: getattr(decode, name) for name in IN_CONFIG}
         options = dataclasses.replace(self, **values, attention=False)
+        options = dataclasses.replace(options, **_as_floats(options))
         for field in dataclasses.fields(Options):
             _check(options, field)
         if self.sample:
@@ -128,6 +129,16 @@ class Options:
 IN_CONFIG = tuple(
     field.name for field in dataclasses.fields(Options) if hasattr(DecodeConfig, field.name)
 )
+
+
+def _as_floats(options: Options) -> dict[str, float]:
+    """Returns the fields that hold floats, as floats: a whole number would compile a program."""
+    return {
+        field.name: float(value)
+        for field in dataclasses.fields(Options)
+        if float in (field.type, *typing.get_args(field.type))
+        and (value := getattr(options, field.name)) is not None
+    }
 
 
 def _check(options: Options, field: dataclasses.Field[Any]) -> None:

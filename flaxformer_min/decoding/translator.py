@@ -5,13 +5,15 @@ shape for a line depends on the line's own length alone, and no row of a batch d
 so the other lines cannot change a bit of a translation.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.decoding.batches import LINES_PER_ROW, Planned, plan_batches
+from flaxformer_min.decoding.batches import LINES_PER_ROW, Planned, plan_batches, shape_ladder
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import Pairs, on_devices, score_batch, search_batch
 from flaxformer_min.decoding.search import Hypotheses
@@ -48,6 +50,7 @@ from flaxformer_min.decoding.texts import (
 from flaxformer_min.errors import UserError
 from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
 from flaxformer_min.model.build import Params, split_model
+from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.system.devices import refuse_forked
 from flaxformer_min.system.devices import start as start_devices
 from flaxformer_min.system.meter import Meter
@@ -95,6 +98,13 @@ class Translator:
     `others` are the config and parameters of each further model; the probabilities of all models
     are averaged. `params` (of the first model) may be replaced by others of the same shapes at any
     time, without recompiling.
+
+    >>> translator = Translator.load("runs/demo")
+    >>> found = translator.translate("a cat", Options(beam_size=4))  # found.text is in German
+    >>> found.score <= 0
+    True
+    >>> len(translator.translate(["now", "dogs"]))
+    2
     """
 
     def __init__(
@@ -108,6 +118,7 @@ class Translator:
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         """`step` is the checkpoint's; `devices` are by default all devices of this process."""
+        start_devices()
         self.config, self.tokenizer, self.step = config, tokenizer, step
         devices = devices or jax.local_devices()
         self._devices = len(devices)
@@ -120,6 +131,7 @@ class Translator:
         graphdefs, self._shapes = zip(
             *(split_model(model, tokenizer.vocab_size) for model in models), strict=True
         )
+        self._graphdef = graphdefs[0]
         self.params = params
         self._others = tuple(
             jax.device_put(_fitting(other, shapes), self._everywhere)
@@ -167,17 +179,93 @@ class Translator:
     def params(self, params: Params) -> None:
         self._params = jax.device_put(_fitting(params, self._shapes[0]), self._everywhere)
 
+    @property
+    def model(self) -> Transformer:
+        """The (first) model with its weights, as the paper's functions call it.
+
+        >>> translator = Translator.load("runs/demo")
+        >>> model, tokenizer = translator.model, translator.tokenizer
+        >>> source = np.array([tokenizer.encode("a cat")])  # [B, S]
+        >>> memory = model.encode(source, padding_mask(source))  # [B, S, D]
+        >>> memory.shape == (*source.shape, model.config.d_model)
+        True
+        """
+        return nnx.merge(self._graphdef, self._params)
+
+    def warm_up(
+        self,
+        options: Options = DEFAULT,
+        *,
+        longest: int | None = None,
+        with_prefixes: bool = False,
+    ) -> list[int]:
+        """Compiles what translating lines of at most `longest` tokens needs, EOS counted.
+
+        No later call of `translate` with these options compiles anything for such lines. By default
+        that are all lines, because the model takes no more tokens than its `max_length`. Later
+        options may have other numbers in fields that are not static (decoding/options.py). Lines
+        with prefixes need programs of their own. Returns the lengths to which lines are padded.
+        Raises UserError as `translate` does, and ValueError if `longest` is below 1.
+
+        >>> translator = Translator.load("runs/demo")
+        >>> translator.warm_up(Options(beam_size=1), longest=12)
+        [16]
+        """
+        refuse_forked()
+        settings, longest = self.settings(options), self._longest if longest is None else longest
+        if longest < 1:
+            raise ValueError(f"longest is {longest}: it must be at least 1")
+        ladder = shape_ladder(self._longest)
+        widths = ladder[: bisect.bisect_left(ladder, min(longest, self._longest)) + 1]
+
+        def compile_for(planned: Planned) -> None:
+            width, members = planned  # a search of places without a sentence ends at once
+            empty = [NO_SENTENCE] * len(members)
+            self._searched(empty, width, settings, options.attention, with_prefixes)
+
+        batches = self._batches(widths, _lines_per_row(options))
+        for _ in map_ahead(compile_for, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE):
+            pass
+        return widths
+
+    @overload
+    def translate(
+        self,
+        lines: str,
+        options: Options = ...,
+        *,
+        prefixes: Sequence[str] | None = ...,
+        first_line: int = ...,
+        long_lines: LongLines | None = ...,
+        tell: Callable[[int], object] | None = ...,
+        should_stop: Callable[[], bool] | None = ...,
+    ) -> Translation: ...
+
+    @overload
     def translate(
         self,
         lines: Sequence[str],
+        options: Options = ...,
+        *,
+        prefixes: Sequence[str] | None = ...,
+        first_line: int = ...,
+        long_lines: LongLines | None = ...,
+        tell: Callable[[int], object] | None = ...,
+        should_stop: Callable[[], bool] | None = ...,
+    ) -> list[Translation]: ...
+
+    def translate(
+        self,
+        lines: str | Sequence[str],
         options: Options = DEFAULT,
         *,
-        prefixes: Sequence[str] | None = None,
+        prefixes: str | Sequence[str] | None = None,
         first_line: int = 1,
         long_lines: LongLines | None = None,
         tell: Callable[[int], object] | None = None,
-    ) -> list[Translation]:
-        """Returns one Translation for each line, in order.
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Translation | list[Translation]:
+        """Returns one Translation for each line, in order; a string is one line and gives one.
 
         A blank line gives an empty Translation without calling the model. A line longer than the
         model takes is translated from its first tokens. The first such lines have a warning each,
@@ -188,20 +276,30 @@ class Translator:
         `tell` is called with the number of lines of each batch that is done; without it a terminal
         shows a bar.
 
+        Once `should_stop()` is true no further batch begins: those that have begun are finished,
+        and then a CancelledError is raised, unless every line has its translation. It is called
+        from several threads. A deadline is `should_stop=lambda: time.monotonic() > end`.
+
         Raises UserError for options that are out of range or contradict each other, and for
-        attention weights of an ensemble; TypeError for a bare string and for what is no string;
-        ValueError for more or fewer prefixes than lines.
+        attention weights of an ensemble; TypeError for what is no string; ValueError for more or
+        fewer prefixes than lines.
         """
+        texts = [lines] if isinstance(lines, str) else lines
         batches = self.decode(
-            lines, options, prefixes=prefixes, first_line=first_line, long_lines=long_lines
+            texts,
+            options,
+            prefixes=prefixes,
+            first_line=first_line,
+            long_lines=long_lines,
+            should_stop=should_stop,
         )
-        translations = [EMPTY] * len(lines)
-        with Meter("translating", len(lines), "lines", plain=False, bar=tell is None) as meter:
+        translations = [EMPTY] * len(texts)
+        with Meter("translating", len(texts), "lines", plain=False, bar=tell is None) as meter:
             for batch in batches:
                 for place, translation in batch:
                     translations[place] = translation
                 (tell or meter.update)(len(batch))
-        return translations
+        return translations[0] if isinstance(lines, str) else translations
 
     def settings(self, options: Options) -> Options:
         """Returns complete options; raises UserError if this model cannot follow them.
@@ -226,35 +324,50 @@ class Translator:
         prefixes: Sequence[str] | None = None,
         first_line: int = 1,
         long_lines: LongLines | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> Iterator[list[tuple[int, Translation]]]:
         """Iterates over the (place, Translation) of every line that is not blank, by batches.
 
         `place` is the line's index in `lines`. The caller may stop between two batches. The
-        arguments and errors are those of `translate`; errors come at once.
+        arguments and errors are those of `translate`, but a bare string is a TypeError; errors come
+        at once, and that of `should_stop` in place of a batch.
         """
         refuse_forked()
-        lines = checked_texts(lines, "lines", "translate([text])")
+        lines = checked_texts(lines, "lines", "[text]")
         prefixes = checked_prefixes(prefixes, len(lines))
-        settings = self.settings(options)
+        settings, go_on = self.settings(options), _limit(should_stop)
         noted = long_lines or self.long_lines()
         sentences = encode_sentences(self.tokenizer, lines, prefixes, first_line, noted)
         if long_lines is None:
             noted.end()
 
         def search(planned: Planned) -> list[tuple[int, Translation]]:
+            go_on()
             width, members = planned
             chosen = [NO_SENTENCE if m is None else sentences[m] for m in members]
-            batch = pad_sentences(
-                chosen, width, self.tokenizer.pad_id, with_prefixes=prefixes is not None
+            found, weights = self._searched(
+                chosen, width, settings, options.attention, prefixes is not None
             )
-            found = self._search((self._params, *self._others), batch, settings)
-            weights = self._attention(batch, found) if options.attention else None
-            return list(self._translations(chosen, jax.device_get(found), weights))
+            return list(self._translations(chosen, found, weights))
 
-        # Attention weights are large, so that fewer lines are in a batch.
-        lines_per_row = 1 if options.attention else LINES_PER_ROW
-        batches = self._batches([sentence.length for sentence in sentences], lines_per_row)
+        batches = self._batches(
+            [sentence.length for sentence in sentences], _lines_per_row(options)
+        )
         return map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
+
+    def _searched(
+        self,
+        sentences: list[Sentence],
+        width: int,
+        settings: Options,
+        attention: bool,
+        with_prefixes: bool,
+    ) -> tuple[Hypotheses, list[AttentionWeights] | None]:
+        """Searches a batch of this width; returns what was found, and weights if asked for."""
+        batch = pad_sentences(sentences, width, self.tokenizer.pad_id, with_prefixes=with_prefixes)
+        found = self._search((self._params, *self._others), batch, settings)
+        weights = self._attention(batch, found) if attention else None
+        return jax.device_get(found), weights
 
     def score(self, pairs: Sequence[tuple[str, str]], *, first_line: int = 1) -> list[float]:
         """Returns the log-probability of each pair's target given its source, in nats, in order.
@@ -274,14 +387,15 @@ class Translator:
         """
         refuse_forked()
         sides = checked_pairs(pairs)
-        numbers, pad_id = range(first_line, first_line + len(pairs)), self.tokenizer.pad_id
+        count = len(sides[0])
+        numbers, pad_id = range(first_line, first_line + count), self.tokenizer.pad_id
         noted = self.long_lines()
         sources, targets = (
             encode_lines(self.tokenizer, lines, numbers, name, noted)
             for name, lines in zip(("source", "target"), sides, strict=True)
         )
         noted.end()
-        scored = [TokenScores((), ())] * len(pairs)
+        scored = [TokenScores((), ())] * count
         lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
         for width, members in self._batches(lengths):
             batch = tuple(
@@ -349,6 +463,21 @@ def _fitting(params: Params, shapes: Params) -> Params:
     if params and (wrong := difference(described(params), described(shapes))):
         raise ValueError(f"params (there) do not fit config and tokenizer (here): {wrong}")
     return params
+
+
+def _limit(should_stop: Callable[[], bool] | None) -> Callable[[], None]:
+    """Returns a function that raises CancelledError once no batch may begin."""
+
+    def go_on() -> None:
+        if should_stop is not None and should_stop():
+            raise CancelledError("should_stop() was true before every line was done")
+
+    return go_on
+
+
+def _lines_per_row(options: Options) -> int:
+    """Attention weights are large, so that fewer lines are in a batch that has them."""
+    return 1 if options.attention else LINES_PER_ROW
 
 
 def _weigh(

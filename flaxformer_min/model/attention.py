@@ -43,6 +43,12 @@ def scaled_dot_product_attention(
 
     A mask that is not boolean, or inputs that are not floating, are a TypeError; shapes that do not
     fit are a ValueError.
+
+    >>> query = jnp.ones((1, 1, 1, 2))
+    >>> key, value = jnp.eye(3, 2)[None, None], jnp.eye(3)[None, None]
+    >>> mask = jnp.array([True, True, False])[None, None, None]  # the third key is hidden
+    >>> print(scaled_dot_product_attention(query, key, value, mask))
+    [[[[0.5 0.5 0. ]]]]
     """
     *_, weights, output = attend(query, key, value, mask)
     return (output, weights) if return_weights else output
@@ -59,6 +65,11 @@ def attend(
 
     In training, `drop` is the dropout on the weights: the output is computed from `drop(weights)`,
     whereas the weights that are returned are those before dropout.
+
+    >>> query, key, value = jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 3, 4)), jnp.ones((1, 1, 3, 5))
+    >>> step = attend(query, key, value, jnp.array([[[[True, True, False]]]]))
+    >>> print(step.scores, step.scaled_scores, step.weights)  # S, S / sqrt(d_k), softmax(...)
+    [[[[4. 4. 4.]]]] [[[[2. 2. 2.]]]] [[[[0.5 0.5 0. ]]]]
     """
     _check(query, key, value, mask)
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)

@@ -11,6 +11,10 @@ def sinusoidal_positions(length: int, d_model: int) -> Float[np.ndarray, "length
     and cosines are interleaved, as the paper writes them. The table is computed in float64 on the
     host, so that late positions lose no digits to a float32 angle; under jit it is a constant.
     Raises ValueError if D is odd.
+
+    >>> print(sinusoidal_positions(2, 4).round(2))
+    [[0.   1.   0.   1.  ]
+     [0.84 0.54 0.01 1.  ]]
     """
     if length < 1:
         raise ValueError(f"length is {length}: it must be at least 1")

@@ -11,7 +11,11 @@ from flaxformer_min.model.transformer import Source, Target, Transformer
 
 
 def shift_right(target: Target, bos_id: int) -> Target:
-    """Returns the decoder's input for a target [B, T]: BOS, then every token but the last."""
+    """Returns the decoder's input for a target [B, T]: BOS, then every token but the last.
+
+    >>> print(shift_right(jnp.array([[7, 5, 3]]), bos_id=2))
+    [[2 7 5]]
+    """
     check(target=(target, IDS, "B T"))
     return jnp.pad(target, ((0, 0), (1, 0)), constant_values=bos_id)[:, :-1]
 

@@ -22,7 +22,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flaxformer_min.planning.parts import part_of
 
@@ -35,8 +35,7 @@ class Collective:
     bytes: int  # of the whole arrays on one device that go in, or that come out if these are more
     trips: int  # how often one run of the program executes it
     source: str  # the operation that it comes from, as JAX names it; "" if XLA does not say
-    channel: int = 0  # its number in the program; 0 if it has none
-    fused: bool = False  # it stands in a fusion; other fusions may hold the same exchange again
+    chain: int = 0  # the number of a chain of fusions that it runs beside; 0 if there is none
 
 
 class Program(NamedTuple):
@@ -138,7 +137,7 @@ class _Reader:
             "which have: nothing says how often"
         )
         if opcode == "fusion":
-            inside = _fused(inside)
+            inside = _named_reduce_scatter(inside)
         return Program(inside.collectives, own.parts if cycles else inside.parts)
 
     def _opcodes(self, instruction: _Instruction) -> set[str]:
@@ -187,13 +186,13 @@ def _sum(programs: Iterable[Program]) -> Program:
     """Returns the programs of the instructions of a computation as one.
 
     A collective that goes on beside other work is written again in the fusion that begins it, in
-    each one that runs meanwhile and in the one that ends it, always with the same channel. It
-    counts once. The channel alone says nothing: different collectives can have the same one.
+    each one that runs meanwhile and in the one that ends it, always with the number of this chain.
+    It counts once.
     """
     programs = list(programs)
-    found: dict[Any, Collective] = {}
+    found: dict[int, Collective] = {}
     for one in (one for program in programs for one in program.collectives):
-        key = (one.kind, one.channel) if one.fused and one.channel else len(found)
+        key = one.chain or -1 - len(found)
         found[key] = max(found.get(key, one), one, key=lambda one: one.bytes * one.trips)
     parts = collections.Counter[str]()
     for program in programs:
@@ -211,29 +210,26 @@ def _dearness(branch: Program) -> tuple[int, int]:
     return branch.cycles, sum(one.bytes * one.trips for one in branch.collectives)
 
 
-def _fused(program: Program) -> Program:
-    """Returns what a fusion runs: all-reduces are named reduce-scatter, the rest is marked `fused`.
+def _named_reduce_scatter(fused: Program) -> Program:
+    """Renames all-reduces inside a fusion to reduce-scatter.
 
-    TPUs write a reduce-scatter as an all-reduce that is fused with taking a slice of it. Each of
-    these fusions is a reduce-scatter of its own.
+    TPUs write a reduce-scatter as an all-reduce that is fused with taking a slice of it.
     """
-    marked = [
-        dataclasses.replace(one, kind="reduce-scatter")
-        if one.kind == "all-reduce"
-        else dataclasses.replace(one, fused=one.kind != "reduce-scatter")
-        for one in program.collectives
+    renamed = [
+        dataclasses.replace(one, kind="reduce-scatter") if one.kind == "all-reduce" else one
+        for one in fused.collectives
     ]
-    return Program(marked, program.parts)
+    return Program(renamed, fused.parts)
 
 
 def _collective(instruction: _Instruction, results: dict[str, str]) -> Collective:
-    channel = re.search(r"channel_id=(\d+)", instruction.text)
+    chain = re.search(r'chain_id="(\d+)"', instruction.text)
     return Collective(
         kind=instruction.opcode,
         bytes=_moved(instruction, results),
         trips=1,
         source=_source(instruction),
-        channel=int(channel[1]) if channel else 0,
+        chain=int(chain[1]) if chain else 0,
     )
 
 

@@ -54,6 +54,11 @@ def smoothed_cross_entropy(
     """Returns (sum of weighted losses in nats, sum of weights) of logits [..., V] and labels [...].
 
     A position of weight 0 (padding) contributes nothing. The computation is in at least float32.
+
+    >>> logits = jnp.log(jnp.array([[0.25, 0.25, 0.5], [0.1, 0.1, 0.8]]))
+    >>> loss, tokens = smoothed_cross_entropy(logits, jnp.array([2, 0]), jnp.array([1.0, 0.0]), 0.0)
+    >>> print(f"{loss:.4f} nats for {tokens:.0f} token")  # log 2: the second position is padding
+    0.6931 nats for 1 token
     """
     logits = _wide(logits)
     is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)

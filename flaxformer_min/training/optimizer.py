@@ -16,6 +16,10 @@ def warmup_inverse_sqrt(
     The rate rises linearly up to step `warmup_steps` and then falls with the inverse square root of
     the step. The paper counts steps from 1 and optax from 0, so that optax's count 0 is step 1.
     `peak` is the rate at step `warmup_steps`; without one it is the paper's, (D x warmup)^-0.5.
+
+    >>> rate = warmup_inverse_sqrt(d_model=512, warmup_steps=4000)
+    >>> print(f"{rate(0):.3g} {rate(3999):.3g} {rate(15999):.3g}")
+    1.75e-07 0.000699 0.000349
     """
     peak = (d_model * warmup_steps) ** -0.5 if peak is None else peak
 
