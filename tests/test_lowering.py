@@ -58,7 +58,9 @@ def test_the_train_step_with_the_fused_kernel_of_cudnn_lowers_for_cuda(monkeypat
 def test_the_validation_loss_lowers_for_tpu_and_cuda():
     ids = {"pad_id": TOKENIZER.pad_id, "bos_id": TOKENIZER.bos_id}
     loss = make_loss(GRAPHDEF, **ids, smoothing=0.0)
-    lowered(jax.jit(lambda params, batch: loss(params, batch, None)), PARAMS, Batch(IDS, IDS))
+    assert lowered(
+        jax.jit(lambda params, batch: loss(params, batch, None)), PARAMS, Batch(IDS, IDS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,9 @@ def test_every_search_lowers_for_tpu_and_cuda(options, prefixes):
     longest = CONFIG.model.max_length
     search = functools.partial(search_batch, (GRAPHDEF,), TOKENIZER, longest)
     sentences = PaddedSentences(IDS, prefixes, DRAWS)
-    lowered(jax.jit(lambda *given: search(*given, complete)), (PARAMS,), sentences)
+    assert lowered(jax.jit(lambda *given: search(*given, complete)), (PARAMS,), sentences)
 
 
 def test_scoring_lowers_for_tpu_and_cuda():
     score = functools.partial(score_batch, (GRAPHDEF,), TOKENIZER)
-    lowered(jax.jit(score), (PARAMS,), (IDS, IDS))
+    assert lowered(jax.jit(score), (PARAMS,), (IDS, IDS))

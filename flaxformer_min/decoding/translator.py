@@ -156,7 +156,6 @@ class Translator:
         if step not in (None, "best") and type(step) is not int:
             raise TypeError(f"step is {shown(step)}: it must be a whole number, 'best' or None")
         paths = [checked_path(path, "directory") for path in (directory, *others)]
-        start_devices()
         first, *rest = (load_for_inference(path, step) for path in paths)
         for path, loaded in zip(others, rest, strict=True):
             if loaded.tokenizer.sha256 != first.tokenizer.sha256:
@@ -259,7 +258,7 @@ class Translator:
         lines: str | Sequence[str],
         options: Options = DEFAULT,
         *,
-        prefixes: str | Sequence[str] | None = None,
+        prefixes: Sequence[str] | None = None,
         first_line: int = 1,
         long_lines: LongLines | None = None,
         tell: Callable[[int], object] | None = None,
