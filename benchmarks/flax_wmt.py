@@ -8,6 +8,7 @@ all of [B, T, V], loss and accuracy as metrics.
 
 import functools
 import math
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,16 @@ from benchmarks.sizes import Size, Step
 XAVIER, NEAR_ZERO = nn.initializers.xavier_uniform(), nn.initializers.normal(1e-6)
 
 
-def make_step(size: Size) -> Step:
-    """The step, with its weights and optimizer state inside."""
-    model, adam = Transformer(size), optax.adamw(1e-4, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.0)
+def make_step(size: Size, alike: Collection[str] = ()) -> Step:
+    """The step, with its weights and optimizer state inside.
+
+    `alike` names in what it does as ours does: "dropout" at the paper's sites alone, "metrics"
+    without an accuracy and a loss that is not smoothed.
+    """
+    model, adam = (
+        Transformer(size, "dropout" not in alike),
+        optax.adamw(1e-4, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.0),
+    )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, count, source, target):
@@ -32,10 +40,11 @@ def make_step(size: Size) -> Step:
             scores = model.apply(params, source, target, rngs={"dropout": key})
             return cross_entropy(scores, target, 0.1), scores
 
-        (_, scores), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        (value, scores), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, state = adam.update(grads, state, params)
         right = ((scores.argmax(-1) == target) & (target > 0)).sum()
         metrics = cross_entropy(scores, target, 0.0), right
+        metrics = (value, 0) if "metrics" in alike else metrics
         return optax.apply_updates(params, updates), state, count + 1, metrics
 
     tokens = jnp.ones((2, 8), jnp.int32)
@@ -65,6 +74,7 @@ class Transformer(nn.Module):
     """Logits of the target, which it shifts itself."""
 
     size: Size
+    drop_inside: bool  # attention weights and the FFN's activations too
 
     @nn.compact
     def __call__(self, source, target):
@@ -77,7 +87,7 @@ class Transformer(nn.Module):
         source_real, target_real = source > 0, target > 0
         x = embed(source)
         for _ in range(size.num_layers):
-            x = Layer(size)(x, nn.make_attention_mask(source_real, source_real))
+            x = Layer(size, self.drop_inside)(x, nn.make_attention_mask(source_real, source_real))
         memory = nn.LayerNorm()(x)
         y = embed(jnp.pad(target, ((0, 0), (1, 0)))[:, :-1])
         future = nn.combine_masks(
@@ -85,7 +95,7 @@ class Transformer(nn.Module):
         )
         across = nn.make_attention_mask(target_real, source_real)
         for _ in range(size.num_layers):
-            y = Layer(size)(y, future, memory, across)
+            y = Layer(size, self.drop_inside)(y, future, memory, across)
         return table.attend(nn.LayerNorm()(y)) / math.sqrt(size.d_model)
 
 
@@ -93,6 +103,7 @@ class Layer(nn.Module):
     """Attention to itself, to the memory if there is one, and the FFN."""
 
     size: Size
+    drop_inside: bool
 
     @nn.compact
     def __call__(self, x, mask, memory=None, memory_mask=None):
@@ -108,13 +119,14 @@ class Layer(nn.Module):
             kernel_init=XAVIER,
             use_bias=False,
             broadcast_dropout=False,
-            dropout_rate=self.size.dropout,
+            dropout_rate=self.size.dropout if self.drop_inside else 0.0,
             deterministic=False,
         )
 
     def feed_forward(self, x):
         dense = functools.partial(nn.Dense, kernel_init=XAVIER, bias_init=NEAR_ZERO)
-        y = drop(self.size, nn.relu(dense(self.size.d_ff)(x)))
+        y = nn.relu(dense(self.size.d_ff)(x))
+        y = drop(self.size, y) if self.drop_inside else y
         return drop(self.size, dense(self.size.d_model)(y))
 
 

@@ -1,6 +1,7 @@
 """A training step of torch.nn.Transformer (post-norm), with torch's own smoothed loss and Adam."""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -9,8 +10,13 @@ from torch.nn import functional
 from benchmarks.sizes import Size, Step
 
 
-def make_step(size: Size, *, bfloat16: bool = False, threads: int = 2) -> Step:
-    """The step, one tied table for both languages and the softmax; bfloat16 by autocast."""
+def make_step(
+    size: Size, *, bfloat16: bool = False, threads: int = 2, alike: Collection[str] = ()
+) -> Step:
+    """The step, one tied table for both languages and the softmax; bfloat16 by autocast.
+
+    `alike` names in what the model is made like ours (`make_alike`).
+    """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     table = nn.Embedding(size.vocab_size, size.d_model, padding_idx=0)
@@ -19,6 +25,7 @@ def make_step(size: Size, *, bfloat16: bool = False, threads: int = 2) -> Step:
     model = nn.Transformer(
         size.d_model, size.num_heads, *layers, size.d_ff, size.dropout, batch_first=True
     ).train()
+    make_alike(model, size, alike)
     parameters = [*model.parameters(), *table.parameters()]
     adam = torch.optim.Adam(parameters, lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
     positions = _positions(4096, size.d_model)
@@ -49,6 +56,31 @@ def make_step(size: Size, *, bfloat16: bool = False, threads: int = 2) -> Step:
         return loss.item()
 
     return run
+
+
+def make_alike(model: nn.Transformer, size: Size, alike: Collection[str]) -> None:
+    """Changes a new model: "dropout" has the paper's sites alone, "layers" the paper's weights.
+
+    torch drops out attention weights and the FFN's activations too; its projections of attention
+    have biases, and a norm follows each stack.
+    """
+    layers = [*model.encoder.layers, *model.decoder.layers]
+    attention_rate = 0.0 if "dropout" in alike else size.dropout
+    for layer in layers:
+        if "dropout" in alike:
+            layer.dropout = nn.Identity()
+        for name in ("self_attn", "multihead_attn"):
+            if hasattr(layer, name):
+                attention = nn.MultiheadAttention(
+                    size.d_model,
+                    size.num_heads,
+                    attention_rate,
+                    bias="layers" not in alike,
+                    batch_first=True,
+                )
+                setattr(layer, name, attention)
+    if "layers" in alike:
+        model.encoder.norm = model.decoder.norm = None
 
 
 def _positions(length: int, d_model: int) -> torch.Tensor:

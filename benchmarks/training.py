@@ -1,7 +1,7 @@
 """A training step of this program beside those of flax's wmt example and of PyTorch.
 
     pip install -e '.[train,benchmark]' -c constraints.txt
-    python -m benchmarks.training [--data-dir MULTI30K] [--rounds 9] [--json FILE]
+    python -m benchmarks.training [--data-dir MULTI30K] [--rounds 9] [--levelled] [--json FILE]
 
 Each program runs in a process of its own, one at a time, in turns: a round is the same batches for
 every program. Reported are the median step, the ratio to this program round by round (median,
@@ -9,20 +9,26 @@ least, most), real target tokens a second, the time of the first pass (compilati
 resident memory. "matmul" is the rate of float32 products of the model's own shape, the yardstick
 for what the machine can do. The workloads: full batches at two sizes, as the papers of the field
 count, and one epoch's own batches, with their padding, of a corpus (the built-in one by default).
+
+With --levelled, the other programs run again with one difference to ours taken away at a time, and
+then with none of these left ("like ours"): work space is kept for the next step, dropout has the
+paper's sites alone, there are no metrics beside the loss, and torch's attention has no biases and
+its stacks no final norms. Our program runs again too, giving its work space back.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +37,11 @@ from benchmarks.sizes import LARGE, SMALL, Size, Step
 Batches = list[tuple[np.ndarray, np.ndarray]]
 
 
-def ours(size: Size) -> Step:
-    """The step that `train.py` runs, in a process set up as it does."""
+def ours(size: Size, alike: Collection[str] = ()) -> Step:
+    """The step that `train.py` runs, in a process set up as it does.
+
+    Without "space" among `alike` it gives its work space back after every step.
+    """
     import jax
 
     from flaxformer_min.config import OptimizerConfig
@@ -44,7 +53,8 @@ def ours(size: Size) -> Step:
     from flaxformer_min.training.state import init_state
     from flaxformer_min.training.step import make_train_step
 
-    keep_work_space()
+    if "space" in alike:
+        keep_work_space()
     model = model_config(size)
     optimizer = make_optimizer(OptimizerConfig(), model.d_model)
     graphdef, _ = split_model(model, size.vocab_size)
@@ -76,7 +86,7 @@ def model_config(size: Size):
     )
 
 
-def matmul(size: Size) -> Step:
+def matmul(size: Size, alike: Collection[str] = ()) -> Step:
     """One float32 product [tokens, D] x [D, F] after another, as many as make a step's FLOPs."""
     import jax
     import jax.numpy as jnp
@@ -96,30 +106,55 @@ def matmul(size: Size) -> Step:
     return run
 
 
-def flax_wmt(size: Size) -> Step:
+def flax_wmt(size: Size, alike: Collection[str] = ()) -> Step:
     from benchmarks.flax_wmt import make_step
 
-    return make_step(size)
+    return make_step(size, alike)
 
 
-def torch_float32(size: Size) -> Step:
+def torch_float32(size: Size, alike: Collection[str] = ()) -> Step:
     from benchmarks.torch_transformer import make_step
 
-    return make_step(size)
+    return make_step(size, alike=alike)
 
 
-def torch_bfloat16(size: Size) -> Step:
+def torch_bfloat16(size: Size, alike: Collection[str] = ()) -> Step:
     from benchmarks.torch_transformer import make_step
 
-    return make_step(size, bfloat16=True)
+    return make_step(size, alike=alike, bfloat16=True)
 
 
-PROGRAMS: dict[str, Callable[[Size], Step]] = {
-    "flaxformer_min": ours,
-    "flax wmt": flax_wmt,
-    "torch float32": torch_float32,
-    "torch bfloat16": torch_bfloat16,
-    "matmul": matmul,
+class Variant(NamedTuple):
+    """A program, and in what it is made like ours."""
+
+    make: Callable[[Size, Collection[str]], Step]
+    alike: tuple[str, ...] = ()
+
+
+PROGRAMS = {
+    "flaxformer_min": Variant(ours, ("space",)),
+    "flax wmt": Variant(flax_wmt),
+    "torch float32": Variant(torch_float32),
+    "torch bfloat16": Variant(torch_bfloat16),
+    "matmul": Variant(matmul),
+}
+LEVELLED = {
+    "ours, space given back": Variant(ours),
+    "flax wmt, space kept": Variant(flax_wmt, ("space",)),
+    "flax wmt, dropout": Variant(flax_wmt, ("dropout",)),
+    "flax wmt, metrics": Variant(flax_wmt, ("metrics",)),
+    "flax wmt like ours": Variant(flax_wmt, ("space", "dropout", "metrics")),
+    "torch, space kept": Variant(torch_float32, ("space",)),
+    "torch, dropout": Variant(torch_float32, ("dropout",)),
+    "torch, layers": Variant(torch_float32, ("layers",)),
+    "torch like ours": Variant(torch_float32, ("space", "dropout", "layers")),
+}
+# What system/malloc.py sets for this program, for programs that do not call it.
+KEEP_SPACE = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**62),
+    "MALLOC_ARENA_MAX": "1",  # all threads use the heap that is kept
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
 }
 
 
@@ -165,6 +200,8 @@ class Program:
     """One program in a process of its own, which works only while it is asked to."""
 
     def __init__(self, name: str, size: Size, batches: Path) -> None:
+        variant = (PROGRAMS | LEVELLED)[name]
+        kept = "space" in variant.alike and variant.make is not ours
         command = [
             sys.executable,
             "-m",
@@ -179,6 +216,7 @@ class Program:
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=os.environ | (KEEP_SPACE if kept else {}),
             text=True,
         )
 
@@ -197,7 +235,8 @@ def work(name: str, size: Size, path: str) -> None:
     """The process of a Program: a line in, a round's figures out."""
     arrays = np.load(path)
     batches = [(arrays[f"s{i}"], arrays[f"t{i}"]) for i in range(len(arrays) // 2)]
-    step = PROGRAMS[name](size)
+    variant = (PROGRAMS | LEVELLED)[name]
+    step = variant.make(size, variant.alike)
     for _ in sys.stdin:
         started = time.perf_counter()
         values = [step(source, target) for source, target in batches]
@@ -256,10 +295,10 @@ def print_table(title: str, batches: Batches, figures: dict[str, Any]) -> None:
     print(f"\n{title}: {100 * padding_share(batches):.1f}% padding")
     heads = ("step ms", 9), ("times ours (spread)", 22), ("tokens/s", 10), ("GFLOP/s", 9)
     heads += ("first s", 9), ("peak MiB", 10)
-    print(" " * 16 + "".join(f"{head:>{width}}" for head, width in heads))
+    print(" " * 23 + "".join(f"{head:>{width}}" for head, width in heads))
     for name, row in figures.items():
         if name == "matmul":
-            print(f"{name:16}{row['gflops']:>50,.0f}")
+            print(f"{name:23}{row['gflops']:>50,.0f}")
             continue
         ratio, least, most = row["times_ours"]
         cells = (
@@ -271,7 +310,7 @@ def print_table(title: str, batches: Batches, figures: dict[str, Any]) -> None:
             f"{row['peak_mib']:,.0f}",
         )
         widths = (width for _, width in heads)
-        print(f"{name:16}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)))
+        print(f"{name:23}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)))
 
 
 def main() -> None:
@@ -279,9 +318,11 @@ def main() -> None:
     parser.add_argument("--data-dir", help="where Multi30k is; the built-in corpus by default")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--levelled", action="store_true", help="a row for each difference to ours")
     parser.add_argument("--workload", nargs="*", default=["small", "corpus", "large"])
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args()
+    names = [*options.only, *(LEVELLED if options.levelled else ())]
     with tempfile.TemporaryDirectory() as cache:
         makers = {
             "small": ("small, 128 x 32", SMALL, lambda: full_batches(128, 32, SMALL)),
@@ -296,7 +337,7 @@ def main() -> None:
         for workload in options.workload:
             title, size, make = makers[workload]
             batches = make()
-            results[title] = compare(size, batches, options.only, options.rounds)
+            results[title] = compare(size, batches, names, options.rounds)
             print_table(title, batches, results[title])
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
