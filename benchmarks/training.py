@@ -317,7 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", help="where Multi30k is; the built-in corpus by default")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--only", nargs="*", choices=PROGRAMS | LEVELLED, default=list(PROGRAMS))
     parser.add_argument("--levelled", action="store_true", help="a row for each difference to ours")
     parser.add_argument("--workload", nargs="*", default=["small", "corpus", "large"])
     parser.add_argument("--json", help="a file for the figures")
