@@ -1,7 +1,7 @@
 # make demo   train the built-in task, average, evaluate, translate a few sentences, write the page
 # make check  lint, types, the tests that take a moment: what to run while you work
 # make test   lint, types, all tests
-# make reliability   runs killed, stopped, starved and damaged; a table (about an hour)
+# make reliability   runs killed, stopped, starved and damaged; a table (16 minutes to an hour)
 #
 # Both make .venv first, from the first python3 on PATH that is new enough, or from PYTHON=...
 
