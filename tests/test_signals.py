@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 # Deriving a key is one long call into C that lets other threads run, as an XLA compilation is.
 PROGRAM = """
-import hashlib
+import hashlib, sys
 from flaxformer_min.system.signals import StopRequest
 with StopRequest() as stop:
     if {deferring}:
@@ -28,15 +28,24 @@ with StopRequest() as stop:
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds})
     print("came back", stop.requested, flush=True)
+    sys.stdin.readline()  # the last signal may come later than that
 """
-LONG, SHORT = 2 * 10**9, 10**6  # rounds: many minutes, about a second
+LONG, SHORT = 2 * 10**9, 4 * 10**6  # rounds: many minutes, a second or more
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hangups_are_heard():
+    """Undoes what nohup does to the tests and their child processes: it has SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def started(deferring: bool, rounds: int) -> subprocess.Popen[str]:
     program = PROGRAM.format(deferring=deferring, rounds=rounds)
     command = [sys.executable, "-c", program]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -78,7 +87,7 @@ def test_a_request_in_a_long_call_is_known_when_it_comes_back(signals):
         for number in signals:
             process.send_signal(number)
             time.sleep(0.2)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate("\n", timeout=60)
     assert (process.returncode, output, errors) == (0, "came back True\n", "")
 
 
@@ -158,5 +167,8 @@ def test_a_terminal_that_closes_leaves_a_saved_run(corpus, tmp_path):
     while b"step 100: validation" not in shown:
         shown += os.read(master, 1000)
     os.close(master)
-    assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    try:
+        assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
     assert max(find_checkpoints(tmp_path / "checkpoints")) == metrics(tmp_path)[-1]["step"]
