@@ -16,48 +16,18 @@ import inspect
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
 
-from flaxformer_min import __version__
-from flaxformer_min.decoding.options import IN_CONFIG, Options
-from flaxformer_min.errors import UserError, first_line, is_out_of_memory, local_path, nearest
+from flaxformer_min.errors import UserError, first_line, is_out_of_memory, nearest
+from flaxformer_min.flags import Parser, make_parser, search_options
+from flaxformer_min.system import console
 from flaxformer_min.system.sealed import CheckpointError
 
 LESS_SEARCH = "lower --beam-size or --max-length-offset, or split longer lines"
 # Packages of the extra `train`.
 TRAINING = "babel", "importlib_resources", "sacrebleu", "tensorboardX", "tensorflow_datasets"
-RECIPE = "a recipe such as demo or wmt14_en_de:base, or FILE.py, or FILE.py:VARIANT"
-DIGITS = 19  # a number of so many digits is a mistake
-
-
-class _Once(argparse.Action):
-    """Stores the value of a flag, which must not be given twice."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any
-    ) -> None:
-        given = vars(namespace).setdefault("given", set())
-        if flag and flag in given:
-            parser.error(f"{flag} is given twice; leave one out")
-        given.add(flag)
-        setattr(namespace, self.dest, values)
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.register("action", None, _Once)
-        # Until Python 3.14 argparse takes -5e-1 for a flag.
-        self._negative_number_matcher = re.compile(r"-\.?\d")
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,17 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
       does, takes a tenth of a start.
     - Here, the null device takes the place of a standard stream that is closed.
     - Here, JAX_ENABLE_X64 is set to 0, because every number of this program is in float32.
-    - Here, `unraisable` replaces Python's hook for errors that no code can catch.
+    - Here, `system.console.unraisable` replaces Python's hook for errors that no code can catch.
     - `checkpoints.format` filters the logger of absl when it is imported.
     - `system.devices.keep_programs` gives JAX a folder for compiled programs.
     - `system.malloc.keep_work_space`, which `train` calls, turns off JAX's asynchronous dispatch on
       CPUs and sets two parameters of glibc's malloc.
     """
     gc.set_threshold(20_000)
-    _open_closed_streams()
+    console.open_closed_streams()
     os.environ["JAX_ENABLE_X64"] = "0"
     if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = unraisable
+        sys.unraisablehook = console.unraisable
     try:
         status = _run_verb(arguments)
         sys.stdout.flush()
@@ -92,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message is not None:
             with contextlib.suppress(OSError):  # the reader of standard error has gone
                 print(f"error: {message}", file=sys.stderr)
-            atexit.register(_say_no_more)
+            atexit.register(console.say_no_more)
         return status
     finally:
-        _drop_what_cannot_be_written()
+        console.drop_what_cannot_be_written()
 
 
 def _run_verb(arguments: Sequence[str] | None) -> int:
@@ -109,6 +79,12 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
     return options.verb(options, rest) or 0
 
 
+def _make_parser() -> Parser:
+    to_use = train, plan, translate, score, evaluate, average, page, import_, export
+    to_look_at = trace, summary, neighbours, encode, plot, compare
+    return make_parser((*to_use, *to_look_at))
+
+
 def _meant(word: str, flags: Collection[str]) -> str:
     """Returns the question which of the flags was meant by one that is none, as far as is known."""
     from flaxformer_min.config_file import SYNONYMS
@@ -117,50 +93,6 @@ def _meant(word: str, flags: Collection[str]) -> str:
     field = SYNONYMS.get(name)
     meant = "--" + field.rpartition(".")[2].replace("_", "-") if field else nearest(word, flags)
     return f"; did you mean {meant}?" if meant in flags else ""
-
-
-def _open_closed_streams() -> None:
-    """Puts the null device in the place of every standard stream that is closed.
-
-    Otherwise the next file that is opened would get its number, and what is written to that.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(number)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-
-
-def _say_no_more() -> None:
-    """Sends what libraries still say at exit to the null device: the error is the last line.
-
-    A save or restore that failed leaves coroutines of Orbax that nobody awaits, for example.
-    """
-    sys.stderr.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _drop_what_cannot_be_written() -> None:
-    """Sends what a stream still holds to the null device, if its reader or its disk has gone.
-
-    Python would complain at exit and change the status.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def unraisable(event: Any) -> None:
-    """Calls Python's own hook, except for threads that come back to a closed event loop.
-
-    After a failed save or restore, threads of tensorstore do that dozens of times; the failure
-    itself is reported where it happens.
-    """
-    if str(event.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(event)
 
 
 def message_and_status(error: BaseException) -> tuple[str | None, int]:
@@ -245,7 +177,7 @@ def translate(options: argparse.Namespace, _: list[str]) -> None:
         print(f"loading {' and '.join(options.dir)} ...", file=sys.stderr, flush=True)
     paths = Paths(*(getattr(options, name) for name in Paths._fields))
     weights = paths.attention is not None or paths.alignment is not None
-    search = dataclasses.replace(_search_options(options), attention=weights)
+    search = dataclasses.replace(search_options(options), attention=weights)
     how = {"errors": options.errors, "one_by_one": options.interactive}
     with open_files(paths, average_heads=options.average_heads) as (source, outputs):
         translator = Translator.load(*options.dir, step=options.step)
@@ -308,7 +240,7 @@ def evaluate(options: argparse.Namespace, _: list[str]) -> None:
         raise UserError(text)
     baseline = Translator.load(against) if isinstance(against, str) else against
     with _memory(LESS_SEARCH):
-        record = evaluate_pairs(translator, pairs, _search_options(options), against=baseline)
+        record = evaluate_pairs(translator, pairs, search_options(options), against=baseline)
     if against is not None:
         record["against"] = {"system": options.against, **record["against"]}
     print(json.dumps(rounded(record), indent=2))
@@ -458,284 +390,3 @@ def _pairs(source: str, target: str) -> Iterator[tuple[str, str]]:
     if len(sources) != len(targets):
         raise UserError(f"{source} has {len(sources)} lines but {target} has {len(targets)}")
     return zip(sources, targets, strict=True)
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="flaxformer-min", description="The 2017 Transformer.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-
-    def verb(function: Callable[..., int | None], *, add_help: bool = True) -> _Parser:
-        """Adds a verb, named and described as its function."""
-        name, text = function.__name__.rstrip("_"), function.__doc__
-        sub = verbs.add_parser(
-            name, help=text, description=text, add_help=add_help, allow_abbrev=False
-        )
-        sub.set_defaults(verb=function, flags=sub._option_string_actions.keys())
-        return sub
-
-    def model_verb(function: Callable[..., int | None]) -> _Parser:
-        sub = verb(function)
-        several = "a workdir, or one checkpoint; several are an ensemble"
-        sub.add_argument("dir", nargs="+", type=_path, metavar="DIR", help=several)
-        sub.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
-        return sub
-
-    sub = verb(train, add_help=False)
-    sub.epilog = "Every field of the config is a flag too: --model.dropout 0.2"
-    flag = sub.add_argument
-    flag("-h", "--help", action=_TrainHelp, nargs=0, help="after --config: every field too")
-    flag("--config", type=_path, help=RECIPE)
-    flag("--workdir", required=True, type=_path, help="where everything of the run is kept")
-    flag("--profile", type=_count, default=0, metavar="STEPS", help="trace STEPS steps")
-    _add_distributed_flags(sub)
-    _add_plan_flags(verb(plan))
-    sub = model_verb(translate)
-    _add_search_flags(sub, [field.name for field in dataclasses.fields(Options)])
-    _add_translate_flags(sub)
-    flag = model_verb(score).add_argument
-    flag("--source", required=True, type=_path, help="a file of lines")
-    flag(
-        "--target",
-        required=True,
-        type=_path,
-        help="a file of translations, one for each line of SOURCE",
-    )
-    flag("--per-token", action="store_true", help="write JSON with each token's log-probability")
-    _add_evaluate_flags(model_verb(evaluate))
-    flag = verb(average).add_argument
-    flag("dir", type=_path, metavar="DIR", help="a workdir")
-    flag("--last", type=_count, default=5, help="how many checkpoints to average")
-    flag("--output", required=True, type=_path, help="the folder to write")
-    flag = _add_one_model(verb(page))
-    flag("--source", type=_path, metavar="FILE", help="lines to begin with; or the test split")
-    flag("--output", required=True, type=_path, metavar="FILE", help="the HTML file to write")
-    _add_interop_flags(verb(import_), verb(export))
-    _add_verbs_that_show(verb)
-    return parser
-
-
-def _add_interop_flags(coming: _Parser, going: _Parser) -> None:
-    flag = coming.add_argument
-    flag("format", choices=("marian", "safetensors"), metavar="FORMAT", help="%(choices)s")
-    flag("dir", type=_path, metavar="DIR", help="the directory of the model")
-    flag("--output", required=True, type=_path, help="the checkpoint directory to write")
-    flag("--source-language", help="such as en; by default what the directory says")
-    flag("--target-language", help="such as de; by default what the directory says")
-    flag = going.add_argument
-    formats = ("marian", "ctranslate2", "safetensors", "stablehlo")
-    flag("format", choices=formats, metavar="FORMAT", help="%(choices)s")
-    flag("dir", type=_path, metavar="DIR", help="a workdir, or one checkpoint")
-    flag("--step", type=_step, help="N, or 'best'; the newest by default")
-    flag("--output", required=True, type=_path, help="the folder to write")
-    flag("--rows", type=_count, default=8, help="of stablehlo: sentences of a call")
-    flag("--length", type=_count, default=64, help="of stablehlo: tokens of a source, with EOS")
-
-
-def _add_plan_flags(sub: _Parser) -> None:
-    sub.epilog = "Every field of the config is a flag too: --model.remat True"
-    flag = sub.add_argument
-    flag("--config", required=True, type=_path, help=RECIPE)
-    flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
-    flag(
-        "--lengths",
-        type=_path,
-        metavar="FILE",
-        help="of each pair a line: its source and target tokens",
-    )
-    flag("--json", action="store_true", help="write JSON, not a table")
-
-
-def _add_verbs_that_show(verb: Callable[..., _Parser]) -> None:
-    flag = _add_one_model(verb(trace))
-    flag("sentence", type=_text, help="a sentence of the source language")
-    flag("--target", type=_text, help="its translation; the model's own, greedy, by default")
-    flag("--json", action="store_true", help="write JSON, not text")
-    flag("--npz", type=_path, metavar="FILE", help="write every array, by its path")
-    sub = verb(summary)
-    sub.epilog = "With FILE, every field of the config is a flag too: --model.d_ff 4096"
-    sub.add_argument(
-        "model", type=_path, metavar="CONFIG|DIR", help=f"{RECIPE}, or a trained model"
-    )
-    flag = _add_one_model(verb(neighbours))
-    flag("words", nargs="+", type=_text, metavar="WORD", help="or words joined by + and -")
-    flag = _add_one_model(verb(encode))
-    flag(
-        "--output",
-        type=_path,
-        metavar="FILE",
-        help=".npz: pieces, embedding and states of each line",
-    )
-    flag("--pooled", action="store_true", help="of --output: the mean of each line's states")
-    flag("--word", type=_text, help="print cosines of its vectors: alone, and in each line")
-    _add_figures(verb(plot))
-    flag = verb(compare).add_argument
-    flag("workdirs", type=_path, nargs="+", metavar="WORKDIR", help="of two runs or more")
-    flag("--output", type=_image, metavar="FILE", help="draw their curves as .png or .svg")
-
-
-def _add_one_model(parser: _Parser) -> Callable[..., Any]:
-    """Adds the flags that choose one model; returns the function that adds further ones."""
-    parser.add_argument("dir", type=_path, metavar="DIR", help="a workdir, or one checkpoint")
-    parser.add_argument("--step", type=_step, help="N, or 'best'; the newest by default")
-    return parser.add_argument
-
-
-def _add_figures(parser: _Parser) -> None:
-    figures = parser.add_subparsers(required=True, metavar="FIGURE", dest="figure")
-
-    def figure(name: str, text: str) -> _Parser:
-        sub = figures.add_parser(name, help=text, description=text, allow_abbrev=False)
-        sub.add_argument("--output", required=True, type=_image, help="FILE.png or FILE.svg")
-        return sub
-
-    figure("positions", "the first 64 dimensions of 50 sinusoidal positions")
-    figure("masks", "which keys a query may attend to: padding, causal, both")
-    flag = figure("schedule", "the paper's learning rate over steps").add_argument
-    flag("--warmups", type=_count, nargs="+", default=[4000], metavar="STEPS")
-    flag("--steps", type=_count, default=100_000)
-    flag("--d-model", type=_count, default=512, metavar="D")
-    sub = figure("curves", "loss and BLEU over the steps of runs")
-    sub.add_argument("workdirs", type=_path, nargs="+", metavar="WORKDIR")
-    weights = figure("attention", "the weights of one site by layer and head")
-    for sub in (weights, figure("alignment", "a sentence's pieces beside their translation's")):
-        flag = _add_one_model(sub)
-        flag("sentence", type=_text, help="a sentence of the source language")
-        flag("--target", type=_text, help="its translation; the model's own by default")
-    flag = weights.add_argument
-    flag("--site", choices=("encoder", "decoder", "cross"), default="cross")
-    flag("--layer", type=_count, help="one of them, from 1; all by default")
-    flag("--head", type=_count, help="one of them, from 1; all by default")
-
-
-def _add_distributed_flags(parser: _Parser) -> None:
-    group = "several processes; SLURM and TPU pods need none of these"
-    flag = parser.add_argument_group(group).add_argument
-    flag("--distributed.coordinator", metavar="HOST:PORT", dest="coordinator", help="of process 0")
-    flag("--distributed.processes", metavar="N", dest="processes", type=_count, help="how many")
-    flag("--distributed.process", metavar="I", dest="process", type=_whole, help="this one, from 0")
-
-
-def _add_search_flags(parser: _Parser, names: Sequence[str]) -> None:
-    """Adds the flags of these fields of Options; a flag that is not given sets no attribute."""
-    for field in dataclasses.fields(Options):
-        about = field.metadata
-        if field.name not in names or about["help"] is None:
-            continue
-        how: dict[str, Any] = {"type": _count, "metavar": about["metavar"]}
-        if field.type is bool:
-            how = {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
-        elif float in (field.type, *get_args(field.type)):
-            how["type"] = _number
-        elif "from zero" in about:
-            how["type"] = int
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=about["help"], **how)
-
-
-def _add_evaluate_flags(parser: _Parser) -> None:
-    _add_search_flags(parser, IN_CONFIG)
-    flag = parser.add_argument
-    flag("--source", type=_path, help="lines to translate; the config's test split by default")
-    flag("--reference", type=_path, help="a file of translations, one for each line of SOURCE")
-    flag(
-        "--against",
-        type=_path,
-        metavar="DIR|FILE",
-        help="a baseline: another model, or a file of translations; by paired bootstrap",
-    )
-
-
-def _add_translate_flags(parser: _Parser) -> None:
-    flag = parser.add_argument
-    flag(
-        "--prefix",
-        type=_path,
-        metavar="FILE",
-        help="how each translation begins, a line for each line",
-    )
-    flag(
-        "--input", type=_path, metavar="FILE", help="lines to translate, in place of standard input"
-    )
-    flag("--output", type=_path, metavar="FILE", help="what to write, in place of standard output")
-    flag(
-        "--alignment",
-        type=_path,
-        metavar="FILE",
-        help="words of every line and of its translation that belong together: 0-0 1-2 ...",
-    )
-    flag(
-        "--attention",
-        type=_path,
-        metavar="FILE",
-        help="attention weights of every line: .npz or .jsonl",
-    )
-    flag("--average-heads", action="store_true", help="of --attention: the mean, labelled so")
-    flag("--errors", choices=("strict", "replace"), default="strict", help="of invalid UTF-8")
-    flag("--interactive", action="store_true", help="answer line by line")
-
-
-def _search_options(options: argparse.Namespace) -> Options:
-    """Returns the options whose flags were given, with defaults for all others."""
-    names = {field.name for field in dataclasses.fields(Options) if field.metadata["help"]}
-    return Options(**{name: value for name, value in vars(options).items() if name in names})
-
-
-class _TrainHelp(argparse.Action):
-    """Prints the flags of train and, if --config came before, every field of that config."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
-    ) -> None:
-        parser.print_help()
-        if namespace.config is not None:
-            from flaxformer_min.config_file import print_help
-
-            print_help(namespace.config)
-        parser.exit()
-
-
-def _step(text: str) -> int | Literal["best"]:
-    if text == "best":
-        return "best"
-    if text.isdecimal() and len(text) < DIGITS:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r:.80} is neither a step number nor 'best'")
-
-
-def _path(text: str) -> str:
-    try:
-        return local_path(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _text(text: str) -> str:
-    if text.encode(errors="replace").decode() == text:
-        return text
-    raise argparse.ArgumentTypeError("the text is not UTF-8")
-
-
-def _image(text: str) -> str:
-    if text.endswith((".png", ".svg")):
-        return _path(text)
-    raise argparse.ArgumentTypeError(f"{text} ends in neither .png nor .svg")
-
-
-def _number(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r:.80} is no finite number")
-
-
-def _whole(text: str) -> int:
-    if text.isdecimal() and len(text) < DIGITS:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number")
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and len(text) < DIGITS and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number above 0")

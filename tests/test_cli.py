@@ -18,7 +18,7 @@ from flaxformer_min import cli
 from flaxformer_min.decoding.evaluate import rounded
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.translator import Translator
-from flaxformer_min.system import malloc
+from flaxformer_min.system import console, malloc
 from flaxformer_min.system.sealed import CheckpointError
 from flaxformer_min.training import loop
 from tools import tiny_config
@@ -525,7 +525,7 @@ def test_threads_that_come_back_to_a_closed_event_loop_say_nothing(monkeypatch):
     errors = RuntimeError("Event loop is closed"), RuntimeError("other")
     events = [SimpleNamespace(exc_value=error) for error in errors]
     for event in events:
-        cli.unraisable(event)
+        console.unraisable(event)
     assert said == events[1:]
 
 

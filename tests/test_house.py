@@ -36,6 +36,7 @@ ORDER = [
     {"training"},
     {"planning"},
     {"interop", "see"},
+    {"flags"},
     {"cli"},
     {"__main__"},
 ]
@@ -49,7 +50,7 @@ CLOSED = {
     "model": "system data checkpoints decoding training planning interop see cli",
 }
 # Who alone may import a file or a room; the room itself may.
-IMPORTERS = {"cli": "__main__", "interop": "cli", "see": "cli"}
+IMPORTERS = {"cli": "__main__", "flags": "cli", "interop": "cli", "see": "cli"}
 # Code lines. The aims are 500, 5,000, 600 and 600; three were missed (LOG.md says by what). Between
 # additions that an issue asks for, these ceilings only come down.
 LARGEST = {"model, without the cache": 514, "everything but interop and see": 7543}

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from flaxformer_min import cli
+from flaxformer_min import cli, flags
 from flaxformer_min.config import DecodeConfig
 from flaxformer_min.decoding import programs  # noqa: F401, makes Options a pytree
 from flaxformer_min.decoding.options import IN_CONFIG, Options
@@ -91,10 +91,10 @@ FLAGS = {
 )
 def test_every_option_has_a_flag_of_its_name_type_and_help(name, capsys):
     text, value = FLAGS[name]
-    parser, flag = cli._Parser(), "--" + name.replace("_", "-")
-    cli._add_search_flags(parser, [name])
+    parser, flag = flags.Parser(), "--" + name.replace("_", "-")
+    flags.add_search_flags(parser, [name])
     assert vars(parser.parse_args([])) == {}
-    found = cli._search_options(parser.parse_args([flag] if text is None else [flag, text]))
+    found = flags.search_options(parser.parse_args([flag] if text is None else [flag, text]))
     assert found == Options(**{name: value})
     assert type(getattr(found, name)) is type(value)
     parser.print_help()

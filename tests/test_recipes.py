@@ -204,7 +204,8 @@ def test_the_packages_of_the_extra_for_training_are_those_whose_absence_is_told(
 
 def test_a_lower_bound_is_a_version_that_these_tests_run_with() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for text in (*project["dependencies"], *project["optional-dependencies"]["train"]):
+    extras = project["optional-dependencies"]
+    for text in (*project["dependencies"], *extras["train"], *extras["plot"], *extras["interop"]):
         requirement = Requirement(text)
         (bound,) = requirement.specifier
         assert bound.operator == ">="

@@ -41,6 +41,21 @@ def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     return None
 
 
+def fitting(params: Any, shapes: Any) -> Any:
+    """Returns the parameters, or raises ValueError for those of another model or vocabulary.
+
+    An empty tree stands for parameters that come later.
+    """
+
+    def described(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        leaves = named_leaves(tree).items()
+        return {name: jax.ShapeDtypeStruct(leaf.shape, "float32") for name, leaf in leaves}
+
+    if params and (wrong := difference(described(params), described(shapes))):
+        raise ValueError(f"params (there) do not fit config and tokenizer (here): {wrong}")
+    return params
+
+
 def _component(key: Any) -> str:
     """Returns one component of a leaf's path."""
     text = jax.tree_util.keystr((key,), simple=True)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from flaxformer_min.errors import UserError
-from flaxformer_min.model.attention_weights import AttentionWeights
+from flaxformer_min.model.attention import AttentionWeights
 
 # line number, source pieces, target pieces, weights [L, H, queries, keys]
 Write = Callable[[int, Sequence[str], Sequence[str], AttentionWeights], None]

@@ -1,9 +1,9 @@
 """The options of decoding, each of them declared once.
 
 A field of `Options` carries its type, its default, its help, the range of its values, and whether
-it is compiled in. The flags of the command line are made from the fields (cli.py). A field that the
-config's decode section has too takes its default from there. The compiled functions take the whole
-record (decoding/programs.py). A new option needs a field in this file and the code that uses it.
+it is compiled in. The flags of the command line are made from the fields (flags.py). A field that
+the config's decode section has too takes its default from there. The compiled functions take the
+whole record (decoding/programs.py). A new option needs a field here and the code that uses it.
 
 This file imports no JAX, so that --help answers at once.
 """

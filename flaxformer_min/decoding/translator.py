@@ -6,23 +6,21 @@ so the other lines cannot change a bit of a translation.
 """
 
 import bisect
-import dataclasses
 import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxformer_min.checkpoints.leaves import difference, named_leaves
+from flaxformer_min.checkpoints.leaves import fitting
 from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.data.batch import padded
@@ -47,8 +45,10 @@ from flaxformer_min.decoding.texts import (
     checked_texts,
     shown,
 )
+from flaxformer_min.decoding.translation import EMPTY, TokenScores, Translation, translations
 from flaxformer_min.errors import UserError
-from flaxformer_min.model.attention_weights import AttentionWeights, attention_weights
+from flaxformer_min.model.attention import AttentionWeights
+from flaxformer_min.model.attention_weights import attention_weights
 from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.model.transformer import Transformer
 from flaxformer_min.system.devices import refuse_forked
@@ -60,35 +60,7 @@ from flaxformer_min.system.threads import map_ahead
 BATCHES_AT_ONCE = min(os.cpu_count() or 1, 8)
 
 
-@dataclasses.dataclass(frozen=True)
-class Translation:
-    """The translation of a line.
-
-    score is log_prob, in nats, divided by the length penalty. tokens end in EOS unless the length
-    limit came first; then finished is False. The translation of a blank line has no tokens and
-    score 0.
-    """
-
-    text: str
-    score: float
-    log_prob: float
-    tokens: tuple[int, ...]
-    finished: bool
-    source: tuple[int, ...] = ()  # the ids that the model read, EOS included: a long line is cut
-    others: tuple["Translation", ...] = ()  # the next best, at most n_best - 1 of them
-    # Only if asked for: weights [L, H, queries, keys] of each site, without padding.
-    attention: AttentionWeights | None = dataclasses.field(default=None, compare=False, repr=False)
-
-
 DEFAULT = Options()
-EMPTY = Translation("", 0.0, 0.0, (), True)
-
-
-class TokenScores(NamedTuple):
-    """The log-probability of each token of a target, EOS included, in nats."""
-
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
 
 
 class Translator:
@@ -134,7 +106,7 @@ class Translator:
         self._graphdef = graphdefs[0]
         self.params = params
         self._others = tuple(
-            jax.device_put(_fitting(other, shapes), self._everywhere)
+            jax.device_put(fitting(other, shapes), self._everywhere)
             for (_, other), shapes in zip(others, self._shapes[1:], strict=True)
         )
         search = functools.partial(search_batch, graphdefs, tokenizer, self._longest)
@@ -176,7 +148,7 @@ class Translator:
 
     @params.setter
     def params(self, params: Params) -> None:
-        self._params = jax.device_put(_fitting(params, self._shapes[0]), self._everywhere)
+        self._params = jax.device_put(fitting(params, self._shapes[0]), self._everywhere)
 
     @property
     def model(self) -> Transformer:
@@ -334,24 +306,22 @@ class Translator:
         refuse_forked()
         lines = checked_texts(lines, "lines", "[text]")
         prefixes = checked_prefixes(prefixes, len(lines))
-        settings, go_on = self.settings(options), _limit(should_stop)
+        how = self.settings(options), options.attention, prefixes is not None
         noted = long_lines or self.long_lines()
         sentences = encode_sentences(self.tokenizer, lines, prefixes, first_line, noted)
         if long_lines is None:
             noted.end()
 
         def search(planned: Planned) -> list[tuple[int, Translation]]:
-            go_on()
+            if should_stop is not None and should_stop():
+                raise CancelledError("should_stop() was true before every line was done")
             width, members = planned
             chosen = [NO_SENTENCE if m is None else sentences[m] for m in members]
-            found, weights = self._searched(
-                chosen, width, settings, options.attention, prefixes is not None
-            )
-            return list(self._translations(chosen, found, weights))
+            found, weights = self._searched(chosen, width, *how)
+            return list(translations(self.tokenizer, chosen, found, weights))
 
-        batches = self._batches(
-            [sentence.length for sentence in sentences], _lines_per_row(options)
-        )
+        lengths = [sentence.length for sentence in sentences]
+        batches = self._batches(lengths, _lines_per_row(options))
         return map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
 
     def _searched(
@@ -417,61 +387,8 @@ class Translator:
 
     def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:
         """Returns the weights by rank: those of every sentence's best hypothesis come first."""
-        ranks = range(found.tokens.shape[1])
-        pairs = [(batch.source, found.tokens[:, rank]) for rank in ranks]
+        pairs = [(batch.source, found.tokens[:, rank]) for rank in range(found.tokens.shape[1])]
         return [jax.device_get(self._weigh(self._params, pair)) for pair in pairs]
-
-    def _translations(
-        self, sentences: list[Sentence], found: Hypotheses, weights: list[AttentionWeights] | None
-    ) -> Iterator[tuple[int, Translation]]:
-        """Yields each sentence's place and best hypothesis, which holds all others in `others`."""
-
-        def hypothesis(row: int, rank: int) -> Translation:
-            source, here = tuple(sentences[row].source), (row, rank)
-            tokens = tuple(found.tokens[row, rank, : found.lengths[here]].tolist())
-            attention = None
-            if weights is not None:
-                attention = _without_padding(weights[rank], row, len(source), len(tokens))
-            return Translation(
-                text=self.tokenizer.decode(tokens),
-                score=float(found.scores[here]),
-                log_prob=float(found.log_probs[here]),
-                tokens=tokens,
-                finished=bool(found.finished[here]),
-                source=source,
-                attention=attention,
-            )
-
-        for row, sentence in enumerate(sentences):
-            if sentence is not NO_SENTENCE:
-                count = max(1, int(np.sum(found.lengths[row] > 0)))
-                best, *others = (hypothesis(row, rank) for rank in range(count))
-                yield sentence.place, dataclasses.replace(best, others=tuple(others))
-
-
-def _fitting(params: Params, shapes: Params) -> Params:
-    """Returns the parameters, or raises ValueError for those of another model or vocabulary.
-
-    An empty tree stands for parameters that come later.
-    """
-
-    def described(tree: Params) -> dict[str, jax.ShapeDtypeStruct]:
-        leaves = named_leaves(tree).items()
-        return {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for name, leaf in leaves}
-
-    if params and (wrong := difference(described(params), described(shapes))):
-        raise ValueError(f"params (there) do not fit config and tokenizer (here): {wrong}")
-    return params
-
-
-def _limit(should_stop: Callable[[], bool] | None) -> Callable[[], None]:
-    """Returns a function that raises CancelledError once no batch may begin."""
-
-    def go_on() -> None:
-        if should_stop is not None and should_stop():
-            raise CancelledError("should_stop() was true before every line was done")
-
-    return go_on
 
 
 def _lines_per_row(options: Options) -> int:
@@ -485,14 +402,3 @@ def _weigh(
     """Returns the attention weights of a model on pairs of source and target ids."""
     model = nnx.merge(graphdef, params)
     return attention_weights(model, *pairs, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
-
-
-def _without_padding(
-    weights: AttentionWeights, row: int, source: int, target: int
-) -> AttentionWeights:
-    """Cuts the weights of one row, [L, H, queries, keys], to these lengths of source and target."""
-    return AttentionWeights(
-        weights.encoder[row, :, :, :source, :source].copy(),
-        weights.decoder[row, :, :, :target, :target].copy(),
-        weights.cross[row, :, :, :target, :source].copy(),
-    )

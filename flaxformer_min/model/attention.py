@@ -1,6 +1,7 @@
 """Scaled dot-product attention (paper, section 3.2.1) as pure functions.
 
-Letters: B batch, H heads, T queries, S keys, K width of a query and a key, U width of a value.
+Letters: B batch, H heads, T queries, S keys, K width of a query and a key, U width of a value. L
+is the layers, where the weights of a whole model are meant.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,20 @@ class Attended(NamedTuple):
     scaled_scores: Weights  # not masked: a masked key has a score, and weight 0
     weights: Weights  # before dropout
     context: Context  # the output, softmax(...) V
+
+
+class AttentionWeights(NamedTuple):
+    """The weights of a model's three sites, [B, L, H, queries, keys], in every layer and head.
+
+    The weights of one query sum to 1. A key that a mask hides has weight exactly 0. Query t of the
+    decoder is the decoder's input when it predicts target token t: BOS for the first token, the
+    target token before it for a later one. The keys of the decoder's self-attention are these same
+    inputs.
+    """
+
+    encoder: Float[Array, "B L H S S"]
+    decoder: Float[Array, "B L H T T"]
+    cross: Float[Array, "B L H T S"]
 
 
 def scaled_dot_product_attention(

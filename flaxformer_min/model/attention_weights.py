@@ -4,26 +4,11 @@ The sites are self-attention in the encoder, self-attention in the decoder, and 
 Letters: B batch, L layers, H heads, S source length, T target length.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
+from flaxformer_min.model.attention import AttentionWeights
 from flaxformer_min.model.teacher_forcing import forced_states
 from flaxformer_min.model.transformer import Source, Target, Transformer
-
-
-class AttentionWeights(NamedTuple):
-    """The weights of every layer and head, [B, L, H, queries, keys]; those of one query sum to 1.
-
-    A key that a mask hides has weight exactly 0. Query t of the decoder is the decoder's input when
-    it predicts target token t: BOS for the first token, the target token before it for a later one.
-    The keys of the decoder's self-attention are these same inputs.
-    """
-
-    encoder: Float[Array, "B L H S S"]
-    decoder: Float[Array, "B L H T T"]
-    cross: Float[Array, "B L H T S"]
 
 
 def attention_weights(
