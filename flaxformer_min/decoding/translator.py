@@ -222,7 +222,7 @@ class Translator:
             empty = [NO_SENTENCE] * len(members)
             self._searched(empty, width, settings, options.attention, with_prefixes)
 
-        batches = self._batches(widths, _lines_per_row(options))
+        batches = self._batches(widths, _lines_per_row(options), settings.beam_size)
         for _ in map_ahead(compile_for, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE):
             pass
         return widths
@@ -349,9 +349,8 @@ class Translator:
             )
             return list(self._translations(chosen, found, weights))
 
-        batches = self._batches(
-            [sentence.length for sentence in sentences], _lines_per_row(options)
-        )
+        lengths = [sentence.length for sentence in sentences]
+        batches = self._batches(lengths, _lines_per_row(options), settings.beam_size)
         return map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
 
     def _searched(
@@ -412,8 +411,12 @@ class Translator:
         """Returns what takes note of lines that are too long for this model."""
         return LongLines(self._longest, self.config.data.max_length)
 
-    def _batches(self, lengths: Sequence[int], lines_per_row: int = 1) -> Iterator[Planned]:
-        return plan_batches(lengths, self._longest, self._devices, lines_per_row, BATCHES_AT_ONCE)
+    def _batches(
+        self, lengths: Sequence[int], lines_per_row: int = 1, beam_size: int | None = 1
+    ) -> Iterator[Planned]:
+        assert beam_size is not None
+        most = self._devices, lines_per_row, BATCHES_AT_ONCE, beam_size
+        return plan_batches(lengths, self._longest, *most)
 
     def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:
         """Returns the weights by rank: those of every sentence's best hypothesis come first."""
