@@ -140,12 +140,12 @@ def mean_step(models: Sequence[Transformer]) -> StepFn:
 
     Its cache is a list with one DecodingCache for each model.
     """
-    weights = [step_weights(model) for model in models]
+    members = [functools.partial(decode_step, model, step_weights(model)) for model in models]
 
     def step_fn(tokens, caches, index, ready):
         steps = [
-            decode_step(*member, tokens, index, cache, memory, ready.mask)
-            for *member, cache, memory in zip(models, weights, caches, ready.memories, strict=True)
+            member(tokens, index, cache, memory, ready.mask)
+            for member, cache, memory in zip(members, caches, ready.memories, strict=True)
         ]
         log_probs = mean_probability([_log_softmax(logits) for logits, _ in steps])
         return log_probs, [cache for _, cache in steps]

@@ -34,6 +34,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from flaxformer_min.model.attention import Context, Mask, Query, Values
 from flaxformer_min.model.dropout import MaybeKey
 from flaxformer_min.model.layers import KeysValues, MultiHeadAttention, SourceMask
+from flaxformer_min.model.linear import dense
 from flaxformer_min.model.transformer import Transformer
 
 # The first block has 16 positions. Each later block has as many, or a quarter of all positions
@@ -111,16 +112,19 @@ class StepWeights(NamedTuple):
 
 def step_weights(model: Transformer) -> StepWeights:
     """Returns the weights in that form. They are made once, before the loop of a search."""
+    projections = []
+    for layer in model.decoder:
+        of = layer.self_attention
+        kernel = _side_by_side(of.num_heads, of.query, of.key, of.value)
+        biases = [x for x in (of.query_bias, of.key_bias, of.value_bias) if x is not None]
+        projections.append((kernel, _side_by_side(of.num_heads, *biases) if biases else None))
+    return StepWeights(model.output_table.T, projections)
 
-    def beside(attention: MultiHeadAttention, *parts: nnx.Param | None) -> Array | None:
-        arrays = [part[...] for part in parts if part is not None]
-        by_head = [x.reshape(*x.shape[:-1], attention.num_heads, -1) for x in arrays]
-        return jnp.concatenate(by_head, -1).reshape(*arrays[0].shape[:-1], -1) if arrays else None
 
-    layers = [layer.self_attention for layer in model.decoder]
-    kernels = [beside(each, each.query, each.key, each.value) for each in layers]
-    biases = [beside(each, each.query_bias, each.key_bias, each.value_bias) for each in layers]
-    return StepWeights(model.output_table.T, list(zip(kernels, biases, strict=True)))
+def _side_by_side(num_heads: int, *parts: nnx.Param) -> Float[Array, "*shape"]:
+    """Concatenates the parts' columns for each head: [..., H x K], ... -> [..., H x (K + ...)]."""
+    by_head = [part[...].reshape(*part.shape[:-1], num_heads, -1) for part in parts]
+    return jnp.concatenate(by_head, axis=-1).reshape(*parts[0].shape[:-1], -1)
 
 
 def memory_keys_values(model: Transformer, memory: Float[Array, "B S D"]) -> list[KeysValues]:
@@ -181,14 +185,15 @@ def attention_step(
 ) -> Float[Array, "B M D"]:
     """Lets the newest token of each hypothesis attend to its past: x [B, M, D] -> [B, M, D].
 
-    `projection` is the layer's in `StepWeights`, `past` are its blocks before this step, and
-    `ancestors` is the mask. The function
-    appends the blocks with the new token in them to `written`. It does not read a block that no
-    sentence has come to yet. There is no dropout, so `key` is None.
+    `projection` is that of the layer in `StepWeights`, `past` are the layer's blocks before this
+    step, and `ancestors` is the mask. The function appends the blocks with the new token in them to
+    `written`. It does not read a block that no sentence has come to yet. There is no dropout, so
+    `key` is None.
     """
     batch, hypotheses, _ = x.shape
     d_k, furthest = past[0].keys.shape[2], jnp.max(index)
-    query, *new = jnp.split(attention.heads(x, *projection), (d_k, 2 * d_k), axis=3)
+    parts = dense(x, *projection).reshape(batch, hypotheses, attention.num_heads, -1)
+    query, *new = jnp.split(parts.swapaxes(1, 2), (d_k, 2 * d_k), axis=3)
     blocks, first = [], 0
     for block in past:
         end = first + block.keys.shape[3] // hypotheses
