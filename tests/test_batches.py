@@ -63,6 +63,20 @@ def test_there_are_batches_for_all_that_work_at_once_unless_rows_would_be_empty(
     assert sizes(600) == [120, 120, 120, 120, 120]
 
 
+def test_a_few_lines_of_one_width_stay_together_where_other_widths_are_work_enough():
+    lengths = [*[41] * 23, *[9] * 301]
+    planned = plan_batches(lengths, 41, lines_per_row=64, at_once=3)
+    sizes = [(width, sum(place is not None for place in places)) for width, places in planned]
+    assert sizes == [(41, 23), (16, 100), (16, 100), (16, 101)]
+
+
+def test_a_beam_leaves_fewer_lines_at_once_and_no_fewer_than_one():
+    assert [rows_at_once(16, beam) for beam in (1, 3, 4, 5, 51)] == [16, 16, 12, 10, 1]
+    assert rows_at_once(257, 5) == 3  # so many as positions allow
+    (_, places), *_ = plan_batches([9] * 50, 41, lines_per_row=2, beam_size=5)
+    assert len(places) == 2 * 10
+
+
 def test_ids_are_padded_to_the_width():
     found = padded([[5, 6], [], [7]], 3, 9)
     assert found.tolist() == [[5, 6, 9], [9, 9, 9], [7, 9, 9]]

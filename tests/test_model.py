@@ -36,7 +36,13 @@ from flaxformer_min.config import ModelConfig
 from flaxformer_min.model import build as build_room
 from flaxformer_min.model import cached
 from flaxformer_min.model.build import count_parameters, split_model
-from flaxformer_min.model.cached import block_sizes, decode_step, init_cache, memory_keys_values
+from flaxformer_min.model.cached import (
+    block_sizes,
+    decode_step,
+    init_cache,
+    memory_keys_values,
+    step_weights,
+)
 from flaxformer_min.model.dropout import dropout
 from flaxformer_min.model.layers import EncoderLayer
 from flaxformer_min.model.linear import project
@@ -129,6 +135,7 @@ def cached_logits(config, params, prefixes, memory, source, order):
     be left.
     """
     model, length = build(config, params), prefixes.shape[2]
+    weights = step_weights(model)
     memories, source_mask = memory_keys_values(model, memory), padding_mask(source)
 
     batch, late = len(prefixes), jnp.arange(len(prefixes))
@@ -140,7 +147,7 @@ def cached_logits(config, params, prefixes, memory, source, order):
         ancestors = jnp.where(half[:, None, None, None], moved.ancestors, cache.ancestors)
         tokens = jnp.take_along_axis(prefixes, index[:, None, None], axis=2)[:, :, 0]
         cache = cache._replace(ancestors=ancestors)
-        return decode_step(model, tokens, index, cache, memories, source_mask)[::-1]
+        return decode_step(model, weights, tokens, index, cache, memories, source_mask)[::-1]
 
     cache = init_cache(model, *prefixes.shape)
     _, logits = jax.lax.scan(step, cache, jnp.arange(length + batch))
@@ -206,7 +213,7 @@ def test_what_the_cache_holds_beyond_the_index_is_not_read(params, outputs):
     model, source_mask = build(CONFIG, params), padding_mask(SOURCE)
     memories, step = (
         memory_keys_values(model, outputs[0]),
-        jax.jit(functools.partial(decode_step, model)),
+        jax.jit(functools.partial(decode_step, model, step_weights(model))),
     )
     clean = init_cache(model, 5, HYPOTHESES, 4)
     dirty = clean._replace(layers=jax.tree.map(lambda leaf: leaf + 1e30, clean.layers))

@@ -35,7 +35,7 @@ from flaxformer_min.decoding.search import (
 )
 from flaxformer_min.decoding.sentences import PaddedSentences
 from flaxformer_min.model.build import Params
-from flaxformer_min.model.cached import decode_step, init_cache, memory_keys_values
+from flaxformer_min.model.cached import decode_step, init_cache, memory_keys_values, step_weights
 from flaxformer_min.model.layers import KeysValues
 from flaxformer_min.model.masks import padding_mask
 from flaxformer_min.model.teacher_forcing import forced_states
@@ -91,8 +91,9 @@ def search_batch(
     models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
     width = sentences.source.shape[1]
     search = _search_settings(models, tokenizer, longest, width, options)
-    rows = rows_at_once(width)
-    caches = [init_cache(model, rows, search.beam_size, search.length) for model in models]
+    assert search.rows is not None
+    shape = search.rows, search.beam_size, search.length
+    caches = [init_cache(model, *shape) for model in models]
     if options.sample:
         sentences = _repeat(sentences, options.n_best)
     limits = _limits(sentences, options, longest, tokenizer.pad_id)
@@ -120,7 +121,7 @@ def _search_settings(
         beam_size=options.beam_size,
         n_best=min(options.n_best, options.beam_size),  # a search that samples finds one
         length_penalty_alpha=alpha,
-        rows=rows_at_once(width),
+        rows=rows_at_once(width, options.beam_size),
         prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
         move=lambda caches, parents: [cache.moved(parents) for cache in caches],
@@ -139,11 +140,12 @@ def mean_step(models: Sequence[Transformer]) -> StepFn:
 
     Its cache is a list with one DecodingCache for each model.
     """
+    members = [functools.partial(decode_step, model, step_weights(model)) for model in models]
 
     def step_fn(tokens, caches, index, ready):
         steps = [
-            decode_step(model, tokens, index, cache, memory, ready.mask)
-            for model, cache, memory in zip(models, caches, ready.memories, strict=True)
+            member(tokens, index, cache, memory, ready.mask)
+            for member, cache, memory in zip(members, caches, ready.memories, strict=True)
         ]
         log_probs = mean_probability([_log_softmax(logits) for logits, _ in steps])
         return log_probs, [cache for _, cache in steps]

@@ -194,7 +194,7 @@ class Translator:
             empty = [NO_SENTENCE] * len(members)
             self._searched(empty, width, settings, options.attention, with_prefixes)
 
-        batches = self._batches(widths, _lines_per_row(options))
+        batches = self._batches(widths, _lines_per_row(options), settings.beam_size)
         for _ in map_ahead(compile_for, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE):
             pass
         return widths
@@ -306,7 +306,8 @@ class Translator:
         refuse_forked()
         lines = checked_texts(lines, "lines", "[text]")
         prefixes = checked_prefixes(prefixes, len(lines))
-        how = self.settings(options), options.attention, prefixes is not None
+        settings = self.settings(options)
+        how = settings, options.attention, prefixes is not None
         noted = long_lines or self.long_lines()
         sentences = encode_sentences(self.tokenizer, lines, prefixes, first_line, noted)
         if long_lines is None:
@@ -321,7 +322,7 @@ class Translator:
             return list(translations(self.tokenizer, chosen, found, weights))
 
         lengths = [sentence.length for sentence in sentences]
-        batches = self._batches(lengths, _lines_per_row(options))
+        batches = self._batches(lengths, _lines_per_row(options), settings.beam_size)
         return map_ahead(search, batches, threads=BATCHES_AT_ONCE, ahead=BATCHES_AT_ONCE)
 
     def _searched(
@@ -382,8 +383,12 @@ class Translator:
         """Returns what takes note of lines that are too long for this model."""
         return LongLines(self._longest, self.config.data.max_length)
 
-    def _batches(self, lengths: Sequence[int], lines_per_row: int = 1) -> Iterator[Planned]:
-        return plan_batches(lengths, self._longest, self._devices, lines_per_row, BATCHES_AT_ONCE)
+    def _batches(
+        self, lengths: Sequence[int], lines_per_row: int = 1, beam_size: int | None = 1
+    ) -> Iterator[Planned]:
+        assert beam_size is not None
+        most = self._devices, lines_per_row, BATCHES_AT_ONCE, beam_size
+        return plan_batches(lengths, self._longest, *most)
 
     def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:
         """Returns the weights by rank: those of every sentence's best hypothesis come first."""

@@ -109,9 +109,9 @@ class Transformer(nnx.Module):
         states = self.decode_states(target_in, memory, target_mask, source_mask, key=key)
         return self.project(states)
 
-    def project(self, states: States) -> Logits:
-        """Projects states [B, T, D] to logits [B, T, V], those before the softmax."""
-        logits = project(states, self.output_table)
+    def project(self, states: States, table: Float[Array, "V D"] | None = None) -> Logits:
+        """Projects states [B, T, D] to logits [B, T, V] by the output table, before the softmax."""
+        logits = project(states, self.output_table if table is None else table)
         return logits if self.logits_bias is None else logits + self.logits_bias[...][None, None]
 
     @property
