@@ -43,7 +43,7 @@ def main() -> int:
     wrong = 0
     for rows in ROWS:
         for module in (shapes, decoding):
-            module.rows_at_once = lambda _, rows=rows: rows
+            module.rows_at_once = lambda *_, rows=rows: rows
         runs = [in_order(one, lines, seed) for seed in range(3)]
         if everywhere is not one:
             runs += [in_order(everywhere, lines, seed) for seed in range(3)]

@@ -217,16 +217,21 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plan(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Compiles CONFIG's train step for devices that need not be here: memory, time, collectives."""
-    from flaxformer_min.config_file import load_config
+    """Compiles CONFIG's programs for devices that need not be here: memory, time, collectives."""
+    from flaxformer_min.config_file import load_config, load_workdir_config
 
-    config = load_config(options.config, overrides)
+    if options.config is not None:
+        config = load_config(options.config, overrides)
+    elif options.lengths is not None and Path(options.lengths, "config.json").is_file():
+        config = load_workdir_config(options.lengths, overrides)
+    else:
+        raise UserError("give --config, or --lengths WORKDIR for the config of its run")
     from flaxformer_min.planning.plan import make_plan
     from flaxformer_min.planning.report import to_json, to_text
     from flaxformer_min.system.devices import quiet_libtpu
 
     quiet_libtpu()
-    made = make_plan(config, options.topology, options.lengths)
+    made = make_plan(config, options.topology, options.lengths, options.only)
     print(to_json(made) if options.json else to_text(made))
 
 
@@ -535,14 +540,16 @@ def _add_interop_flags(coming: _Parser, going: _Parser) -> None:
 def _add_plan_flags(sub: _Parser) -> None:
     sub.epilog = "Every field of the config is a flag too: --model.remat True"
     flag = sub.add_argument
-    flag("--config", required=True, type=_path, help=RECIPE)
+    flag("--config", type=_path, help=f"{RECIPE}; or that of the run in WORKDIR")
     flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
     flag(
         "--lengths",
         type=_path,
-        metavar="FILE",
-        help="of each pair a line: its source and target tokens",
+        metavar="FILE|WORKDIR",
+        help="of each pair a line: its source and target tokens; or a run's pairs",
     )
+    kinds = ("train", "validation", "search", "scoring", "init", "restore")
+    flag("--only", nargs="+", choices=kinds, default=kinds, metavar="KIND", help=", ".join(kinds))
     flag("--json", action="store_true", help="write JSON, not a table")
 
 

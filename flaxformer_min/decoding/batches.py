@@ -7,10 +7,20 @@ change how it is computed.
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-# A device decodes at most this many lines at once, and at most this many source positions, padding
-# counted. More lines share more of each step's fixed cost, which on a CPU gains nothing beyond 16.
-MOST_ROWS, BATCH_TOKENS = 16, 1024
+
+class Capacity(NamedTuple):
+    """How much a device of one kind decodes at once."""
+
+    lines: int  # at most so many lines at once,
+    positions: int  # and at most so many source positions, padding counted
+    first_block: int | None  # positions of the cache's first block; None: model.cached.FIRST_BLOCK
+
+
+# More lines share more of each step's fixed cost, which on a CPU gains nothing beyond 16.
+CPU = Capacity(16, 1024, None)
+TPU = Capacity(256, 32_768, 2**31)
 # A search's batch has this many lines for each row that is decoded at once (decoding/rows.py). Rows
 # are idle only at its end, so more lines waste less; but a caller waits for a whole batch.
 LINES_PER_ROW = 8
@@ -20,7 +30,12 @@ Planned = tuple[int, list[int | None]]  # the width of a batch, and the line in 
 
 
 def plan_batches(
-    lengths: Sequence[int], longest: int, devices: int = 1, lines_per_row: int = 1, at_once: int = 1
+    lengths: Sequence[int],
+    longest: int,
+    devices: int = 1,
+    lines_per_row: int = 1,
+    at_once: int = 1,
+    capacity: Capacity = CPU,
 ) -> Iterator[Planned]:
     """Yields the width and the members of each batch: a line's index for each place, None if empty.
 
@@ -38,7 +53,7 @@ def plan_batches(
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     for rung, group in itertools.groupby(by_length, rung_of):
         members, width = list(group), shapes[rung]
-        rows = rows_at_once(width) * devices
+        rows = rows_at_once(width, capacity) * devices
         size = rows * lines_per_row
         batches = max(-(-len(members) // size), min(at_once, -(-len(members) // rows)))
         for n in range(batches):
@@ -47,9 +62,14 @@ def plan_batches(
             yield width, [member for device in range(devices) for member in places[device::devices]]
 
 
-def rows_at_once(width: int) -> int:
+def capacity_of(platform: str) -> Capacity:
+    """Returns what a device decodes at once, by the platform that JAX names: cpu, gpu or tpu."""
+    return TPU if platform == "tpu" else CPU
+
+
+def rows_at_once(width: int, capacity: Capacity = CPU) -> int:
     """Returns how many lines of this width a device decodes at once."""
-    return max(1, min(MOST_ROWS, BATCH_TOKENS // width))
+    return max(1, min(capacity.lines, capacity.positions // width))
 
 
 def shape_ladder(longest: int) -> list[int]:
