@@ -13,12 +13,13 @@ and half of a sentence's past, once each; or that of the products at the full ra
 """
 
 import dataclasses
+import functools
 import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -42,14 +43,6 @@ from flaxformer_min.training.step import StepProgram
 PASSES = {"all-reduce": 2}
 
 
-class Job(NamedTuple):
-    """What a process needs to know to plan one program."""
-
-    config: Config
-    topology: str
-    program: Program
-
-
 def make_plan(
     config: Config, topology: str, lengths: str | None = None, only: Sequence[str] = KINDS
 ) -> Plan:
@@ -63,7 +56,7 @@ def make_plan(
     mesh = make_mesh(config.mesh, devices)
     check_mesh(config, mesh)
     programs = programs_of(config, find_lengths(lengths, config.data), devices, only)
-    planned = _plan_all([Job(config, topology, program) for program in programs])
+    planned = _plan_all(functools.partial(_timed, config, topology), programs)
     shapes = tuple(each for each in planned if isinstance(each, ShapePlan))
     refused = [shape.bucket for shape in shapes if shape.refusal]
     _, params = split_model(config.model, config.data.vocab_size)
@@ -79,20 +72,24 @@ def make_plan(
     )
 
 
-def _plan_all(jobs: list[Job]) -> list[ShapePlan | ProgramPlan]:
+def _plan_all(
+    plan_one: Callable[[Program], tuple[ShapePlan | ProgramPlan, float]], programs: list[Program]
+) -> list[ShapePlan | ProgramPlan]:
     """Plans all programs, in their order, and says on standard error how far it is."""
-    processes, found = workers.room(len(jobs)), {}
-    print(f"{len(jobs)} programs to compile, {processes} at a time", file=sys.stderr)
-    for number, (planned, seconds) in workers.each(_timed, jobs, processes):
-        found[number], (_, _, program) = planned, jobs[number]
-        name = f"{program.name} {program.shape}".strip()
-        print(f"{len(found)} of {len(jobs)}: {name} ({seconds:.0f} s)", file=sys.stderr)
-    return [found[number] for number in range(len(jobs))]
+    count = len(programs)
+    processes, found = workers.room(count), {}
+    print(f"{count} programs to compile, {processes} at a time", file=sys.stderr)
+    for number, (found[number], seconds) in workers.each(plan_one, programs, processes):
+        name = f"{programs[number].name} {programs[number].shape}".strip()
+        print(f"{len(found)} of {count}: {name} ({seconds:.0f} s)", file=sys.stderr)
+    return [found[number] for number in range(count)]
 
 
-def _timed(job: Job) -> tuple[ShapePlan | ProgramPlan, float]:
+def _timed(
+    config: Config, topology: str, program: Program
+) -> tuple[ShapePlan | ProgramPlan, float]:
     """Returns the plan of one program, and the seconds that it took; runs in any process."""
-    start, (config, topology, program) = time.perf_counter(), job
+    start = time.perf_counter()
     chip, devices = topology_devices(topology)
     if program.kind == "train":
         assert program.bucket is not None

@@ -13,7 +13,6 @@ mesh of the training is. The widths are those of the validation split.
 
 import functools
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +23,8 @@ from jax.sharding import PartitionSpec as P
 from flaxformer_min.config import Config
 from flaxformer_min.data.batch import Batch, Bucket
 from flaxformer_min.data.batching import BatchPlan, evaluation_plan
-from flaxformer_min.data.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from flaxformer_min.decoding.batches import (
-    LINES_PER_ROW,
-    capacity_of,
-    rows_at_once,
-    shape_ladder,
-)
+from flaxformer_min.data.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+from flaxformer_min.decoding.batches import LINES_PER_ROW, capacity_of, rows_at_once, shape_ladder
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.programs import on_devices, rows_mesh, score_batch, search_batch
 from flaxformer_min.decoding.sentences import PaddedSentences
@@ -63,6 +57,15 @@ class Program(NamedTuple):
     def shape(self) -> str:
         """Its rows, source length and target length, for a reader."""
         return " x ".join(map(str, self.bucket or ()))
+
+
+class _NoPieces(Tokenizer):
+    """The ids of a tokenizer that will be trained: all that a program needs of it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        never: tuple[int, ...] = PAD_ID, UNK_ID, BOS_ID
+        self.vocab_size, self.never_generated = vocab_size, never
+        self.pad_id, self.unk_id, self.bos_id, self.eos_id = PAD_ID, UNK_ID, BOS_ID, EOS_ID
 
 
 def programs_of(
@@ -135,10 +138,7 @@ def lower(config: Config, step: StepProgram, devices: Sequence[Any], program: Pr
         sides: Any = abstract_rows(mesh, rows, *widths)
         return loss_sums(step.graphdef, mesh, **IDS).lower(step.shapes.params, Batch(*sides))
     mesh, longest = rows_mesh(here(devices)), config.model.max_length
-    vocab_size, never = config.data.vocab_size, (PAD_ID, UNK_ID, BOS_ID)
-    tokenizer: Any = SimpleNamespace(
-        **IDS, eos_id=EOS_ID, unk_id=UNK_ID, vocab_size=vocab_size, never_generated=never
-    )
+    tokenizer = _NoPieces(config.data.vocab_size)
     params = (_whole(mesh, step.shapes.params),)
     if program.kind == "scoring":
         score = functools.partial(score_batch, (step.graphdef,), tokenizer)
