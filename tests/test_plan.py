@@ -15,7 +15,7 @@ from flaxformer_min.data.batch import Bucket
 from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID
 from flaxformer_min.errors import UserError
-from flaxformer_min.planning import lengths, plan, programs
+from flaxformer_min.planning import lengths, plan
 from flaxformer_min.planning.chips import CHIPS, Chip
 from flaxformer_min.planning.hlo import Collective
 from flaxformer_min.planning.parts import PARTS
@@ -60,7 +60,7 @@ def test_assumed_lengths_double_up_to_the_longest_and_fill_one_batch_each():
     data = dataclasses.replace(data, tokens_per_batch=6400, num_buckets=12)
     assumed = lengths.assumed_lengths(data)
     assert np.unique(assumed).tolist() == [16, 32, 64, 100]
-    shapes = programs.buckets(BatchPlan(assumed, data))
+    shapes = plan.buckets(BatchPlan(assumed, data))
     wanted = [(400, 16, 16), (192, 32, 32), (96, 64, 64), (64, 100, 100)]
     assert [tuple(bucket) for bucket, _ in shapes] == wanted
     assert [share for _, share in shapes] == [0.25] * 4
@@ -74,7 +74,7 @@ def test_lengths_of_a_file_give_the_shapes_and_their_shares(tmp_path):
     (tmp_path / "lengths").write_text("\n".join(lines))
     found = lengths.read_lengths(str(tmp_path / "lengths"), data)
     assert len(found) == 208
-    shares = {tuple(bucket): share for bucket, share in programs.buckets(BatchPlan(found, data))}
+    shares = {tuple(bucket): share for bucket, share in plan.buckets(BatchPlan(found, data))}
     assert shares == {(64, 3, 4): 0.75, (16, 9, 8): 0.25}
 
 
@@ -93,7 +93,7 @@ def test_a_file_that_holds_no_lengths_is_refused(tmp_path, text):
 def planned():
     """The tiny config on eight CPU devices, as they are under pytest."""
     config = tiny_config.changed(tiny_config.get_config("."), "mesh", data=-1, fsdp=2)
-    return plan.make_plan(config, "cpu:8", only=["train"])
+    return plan.make_plan(config, "cpu:8", lengths.find_lengths(None, config.data), ["train"])
 
 
 @pytest.mark.run
@@ -155,7 +155,8 @@ def test_a_program_that_does_not_fit_says_so_and_what_would_fit(planned, monkeyp
 
     monkeypatch.setattr(plan, "StepProgram", OnlyWithRemat)
     monkeypatch.setattr(plan.workers, "room", lambda jobs: 1)
-    found = plan.make_plan(tiny_config.get_config("."), "cpu:8", only=["train"])
+    config = tiny_config.get_config(".")
+    found = plan.make_plan(config, "cpu:8", lengths.find_lengths(None, config.data), ["train"])
     assert found.shapes[0].refusal == "Used 17.54G of 15.75G hbm"
     assert found.advice == "with --model.remat True it would fit"
     assert "16 x 16 x 16 does not fit: Used 17.54G" in to_text(found)

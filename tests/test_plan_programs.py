@@ -19,8 +19,8 @@ from flaxformer_min.errors import UserError
 from flaxformer_min.model import cached
 from flaxformer_min.planning import flops, hlo, plan, workers
 from flaxformer_min.planning.chips import CHIPS, topology_devices
-from flaxformer_min.planning.lengths import Lengths, find_lengths
-from flaxformer_min.planning.programs import KINDS, Program, programs_of
+from flaxformer_min.planning.lengths import find_lengths
+from flaxformer_min.planning.plan import KINDS, Program, programs_of
 from flaxformer_min.planning.report import ProgramPlan, to_json, to_text
 from flaxformer_min.training.sharding import make_mesh
 from flaxformer_min.training.step import StepProgram
@@ -37,7 +37,7 @@ def test_the_shapes_of_decoding_follow_from_the_lengths_of_the_validation_split(
     train = np.full((64, 2), 3)
     validation = np.array([[5, 7]] * 3 + [[16, 11]] + [[17, 2]] * 4)
     devices = jax.devices()[:2]
-    lengths = Lengths(train, validation)
+    lengths = train, validation
     searches = programs_of(config, lengths, devices, ["search"])
     rows = 16  # of a CPU, whatever the width here
     narrow, wide = Bucket(rows * 8 * 2, 16, 16 + 5), Bucket(rows * 8 * 2, 24, 24 + 5)
@@ -67,7 +67,7 @@ def test_the_command_line_knows_all_kinds():
 def planned():
     """All but the train step of the tiny config on eight CPU devices."""
     config = tiny_config.changed(CONFIG, "mesh", data=4, fsdp=2)
-    return plan.make_plan(config, "cpu:8", only=BESIDE)
+    return plan.make_plan(config, "cpu:8", find_lengths(None, config.data), BESIDE)
 
 
 @pytest.mark.run
@@ -184,8 +184,8 @@ def test_the_memory_of_a_chip_is_read_as_fast_as_its_vendor_says():
 
 def test_a_workdir_gives_the_lengths_of_both_splits_and_its_config(finished, tiny, capsys):
     found = find_lengths(str(finished), tiny.data)
-    assert found.train.shape == (157, 2) and found.validation.shape == (41, 2)
-    assert found.train.max() <= tiny.data.max_length
+    assert [split.shape for split in found] == [(157, 2), (41, 2)]
+    assert found[0].max() <= tiny.data.max_length
     command = ["plan", "--lengths", str(finished), "--topology", "cpu:8", "--only", "restore"]
     assert main(command) == 0
     out, err = capsys.readouterr()
@@ -219,7 +219,7 @@ def test_there_are_no_more_processes_than_jobs_cores_and_memory_allow(monkeypatc
 @pytest.mark.run
 def test_jobs_are_done_in_processes_and_their_errors_arrive():
     assert dict(workers.each(abs, [-3, 5, -7], 2)) == {0: 3, 1: 5, 2: 7}
-    with pytest.raises(UserError, match="--topology v9:[12]: write KIND:SIZE"):
+    with pytest.raises(UserError, match=r"--topology v9:[12]: write KIND:SIZE"):
         list(workers.each(topology_devices, ["v9:1", "v9:2"], 2))
     with pytest.raises(MemoryError, match="was killed"):
         list(workers.each(os._exit, [3, 3], 2))
@@ -229,7 +229,8 @@ def test_jobs_are_done_in_processes_and_their_errors_arrive():
 def test_other_processes_plan_what_this_one_does(monkeypatch):
     def made(processes: int):
         monkeypatch.setattr(workers, "room", lambda jobs: processes)
-        return plan.make_plan(CONFIG, "cpu:8", only=["init", "restore", "validation"])
+        lengths = find_lengths(None, CONFIG.data)
+        return plan.make_plan(CONFIG, "cpu:8", lengths, ["init", "restore", "validation"])
 
     assert made(2) == made(1)
 

@@ -1,7 +1,6 @@
 """The lengths of the pairs of a run, from which the shapes of its programs follow."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,19 +14,13 @@ from flaxformer_min.training.workdir import CONFIG, CORPUS
 SHORTEST = 16  # tokens: the shortest of the lengths that are assumed where no file gives any
 
 
-class Lengths(NamedTuple):
-    """Lengths [N, 2] of the pairs of both splits: source and target in tokens, EOS counted."""
+def find_lengths(path: str | None, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the lengths [N, 2] of the pairs of training and of validation, in tokens with EOS.
 
-    train: np.ndarray
-    validation: np.ndarray
-
-
-def find_lengths(path: str | None, config: DataConfig) -> Lengths:
-    """Returns the lengths that a path gives, or assumed ones if it is None.
-
-    The path is a file as `read_lengths` describes it, a workdir, or a folder of one encoded corpus.
-    Only a workdir says how long the pairs of validation are; otherwise they are taken to be as long
-    as those of training. Raises UserError for a path that gives no lengths.
+    Without a path they are assumed ones. The path is a file as `read_lengths` describes it, a
+    workdir, or a folder of one encoded corpus. Only a workdir says how long the pairs of validation
+    are; otherwise they are taken to be as long as those of training. Raises UserError for a path
+    that gives no lengths.
     """
     if path is None:
         both = assumed_lengths(config)
@@ -35,7 +28,7 @@ def find_lengths(path: str | None, config: DataConfig) -> Lengths:
         both = read_lengths(path, config)
     else:
         return _of_folder(Path(path), config)
-    return Lengths(both, both)
+    return both, both
 
 
 def assumed_lengths(config: DataConfig) -> np.ndarray:
@@ -69,7 +62,7 @@ def read_lengths(path: str, config: DataConfig) -> np.ndarray:
     return _kept(lengths, path, config)
 
 
-def _of_folder(folder: Path, config: DataConfig) -> Lengths:
+def _of_folder(folder: Path, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     try:
         if (folder / CORPUS).is_file() and (folder / CONFIG).is_file():
             digests, cache = read_digests(folder), cache_of(load_workdir_config(folder), folder)
@@ -81,7 +74,7 @@ def _of_folder(folder: Path, config: DataConfig) -> Lengths:
             f"--lengths {folder}: holds no encoded corpus ({first_line(error)}); give the workdir "
             "of a run whose data is prepared, or a file with the lengths of a pair in each line"
         ) from error
-    return Lengths(_kept(train, str(folder), config), np.minimum(validation, config.max_length))
+    return _kept(train, str(folder), config), np.minimum(validation, config.max_length)
 
 
 def _kept(lengths: np.ndarray, path: str, config: DataConfig) -> np.ndarray:
