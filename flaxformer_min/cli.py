@@ -149,16 +149,25 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plan(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Compiles CONFIG's train step for devices that need not be here: memory, time, collectives."""
-    from flaxformer_min.config_file import load_config
+    """Compiles CONFIG's programs for devices that need not be here: memory, time, collectives."""
+    from flaxformer_min.config_file import load_config, load_workdir_config
 
-    config = load_config(options.config, overrides)
+    if options.config is not None:
+        config = load_config(options.config, overrides)
+    elif options.lengths is not None and Path(options.lengths, "config.json").is_file():
+        config = load_workdir_config(options.lengths, overrides)
+    else:
+        raise UserError("give --config, or --lengths WORKDIR for the config of its run")
+    from flaxformer_min.planning.chips import topology_devices
+    from flaxformer_min.planning.lengths import find_lengths
     from flaxformer_min.planning.plan import make_plan
     from flaxformer_min.planning.report import to_json, to_text
     from flaxformer_min.system.devices import quiet_libtpu
 
     quiet_libtpu()
-    made = make_plan(config, options.topology, options.lengths)
+    topology_devices(options.topology)  # before JAX looks for devices
+    lengths = find_lengths(options.lengths, config.data)
+    made = make_plan(config, options.topology, lengths, options.only)
     print(to_json(made) if options.json else to_text(made))
 
 

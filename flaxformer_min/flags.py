@@ -87,14 +87,16 @@ def _add_train_flags(sub: Parser) -> None:
 def _add_plan_flags(sub: Parser) -> None:
     sub.epilog = "Every field of the config is a flag too: --model.remat True"
     flag = sub.add_argument
-    flag("--config", required=True, type=_path, help=RECIPE)
+    flag("--config", type=_path, help=f"{RECIPE}; or that of the run in WORKDIR")
     flag("--topology", required=True, help="such as v5e:16x16, v5p:4x4x4 or cpu:8")
     flag(
         "--lengths",
         type=_path,
-        metavar="FILE",
-        help="of each pair a line: its source and target tokens",
+        metavar="FILE|WORKDIR",
+        help="of each pair a line: its source and target tokens; or a run's pairs",
     )
+    kinds = ("train", "validation", "search", "scoring", "init", "restore")
+    flag("--only", nargs="+", choices=kinds, default=kinds, metavar="KIND", help=", ".join(kinds))
     flag("--json", action="store_true", help="write JSON, not a table")
 
 

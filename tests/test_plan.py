@@ -12,9 +12,10 @@ import pytest
 from flaxformer_min.cli import main
 from flaxformer_min.config import ModelConfig
 from flaxformer_min.data.batch import Bucket
+from flaxformer_min.data.batching import BatchPlan
 from flaxformer_min.data.tokenizer import BOS_ID, PAD_ID
 from flaxformer_min.errors import UserError
-from flaxformer_min.planning import plan
+from flaxformer_min.planning import lengths, plan
 from flaxformer_min.planning.chips import CHIPS, Chip
 from flaxformer_min.planning.hlo import Collective
 from flaxformer_min.planning.parts import PARTS
@@ -57,23 +58,23 @@ def test_the_formula_gives_a_value_worked_out_by_hand():
 def test_assumed_lengths_double_up_to_the_longest_and_fill_one_batch_each():
     data = tiny_config.changed(tiny_config.get_config("."), "data", max_length=100).data
     data = dataclasses.replace(data, tokens_per_batch=6400, num_buckets=12)
-    lengths = plan.assumed_lengths(data)
-    assert np.unique(lengths).tolist() == [16, 32, 64, 100]
-    shapes = plan._buckets(lengths, data)
+    assumed = lengths.assumed_lengths(data)
+    assert np.unique(assumed).tolist() == [16, 32, 64, 100]
+    shapes = plan.buckets(BatchPlan(assumed, data))
     wanted = [(400, 16, 16), (192, 32, 32), (96, 64, 64), (64, 100, 100)]
     assert [tuple(bucket) for bucket, _ in shapes] == wanted
     assert [share for _, share in shapes] == [0.25] * 4
     few = dataclasses.replace(data, num_buckets=2)
-    assert np.unique(plan.assumed_lengths(few)).tolist() == [64, 100]
+    assert np.unique(lengths.assumed_lengths(few)).tolist() == [64, 100]
 
 
 def test_lengths_of_a_file_give_the_shapes_and_their_shares(tmp_path):
     data = tiny_config.get_config(".").data  # 256 tokens, 2 buckets, rows by 16, 16 tokens at most
     lines = ["3 4"] * 192 + ["9 8"] * 16 + ["40 2"]
     (tmp_path / "lengths").write_text("\n".join(lines))
-    lengths = plan.read_lengths(str(tmp_path / "lengths"), data)
-    assert len(lengths) == 208
-    shares = {tuple(bucket): share for bucket, share in plan._buckets(lengths, data)}
+    found = lengths.read_lengths(str(tmp_path / "lengths"), data)
+    assert len(found) == 208
+    shares = {tuple(bucket): share for bucket, share in plan.buckets(BatchPlan(found, data))}
     assert shares == {(64, 3, 4): 0.75, (16, 9, 8): 0.25}
 
 
@@ -82,7 +83,7 @@ def test_a_file_that_holds_no_lengths_is_refused(tmp_path, text):
     path = tmp_path / "lengths"
     path.write_text(text)
     with pytest.raises(UserError, match="--lengths"):
-        plan.read_lengths(str(path), tiny_config.get_config(".").data)
+        lengths.read_lengths(str(path), tiny_config.get_config(".").data)
 
 
 # The verdict
@@ -92,7 +93,7 @@ def test_a_file_that_holds_no_lengths_is_refused(tmp_path, text):
 def planned():
     """The tiny config on eight CPU devices, as they are under pytest."""
     config = tiny_config.changed(tiny_config.get_config("."), "mesh", data=-1, fsdp=2)
-    return plan.make_plan(config, "cpu:8")
+    return plan.make_plan(config, "cpu:8", lengths.find_lengths(None, config.data), ["train"])
 
 
 @pytest.mark.run
@@ -153,7 +154,9 @@ def test_a_program_that_does_not_fit_says_so_and_what_would_fit(planned, monkeyp
             return super().compile(bucket)
 
     monkeypatch.setattr(plan, "StepProgram", OnlyWithRemat)
-    found = plan.make_plan(tiny_config.get_config("."), "cpu:8")
+    monkeypatch.setattr(plan.workers, "room", lambda jobs: 1)
+    config = tiny_config.get_config(".")
+    found = plan.make_plan(config, "cpu:8", lengths.find_lengths(None, config.data), ["train"])
     assert found.shapes[0].refusal == "Used 17.54G of 15.75G hbm"
     assert found.advice == "with --model.remat True it would fit"
     assert "16 x 16 x 16 does not fit: Used 17.54G" in to_text(found)
@@ -329,4 +332,4 @@ def test_the_links_of_a_chip_carry_what_its_vendor_says():
 def test_pairs_over_the_longest_length_of_training_are_left_out(tmp_path):
     path, data = tmp_path / "lengths", tiny_config.get_config(".").data
     path.write_text("16 3\n17 3\n3 16\n3 17\n1 1\n")
-    assert plan.read_lengths(str(path), data).tolist() == [[16, 3], [3, 16], [1, 1]]
+    assert lengths.read_lengths(str(path), data).tolist() == [[16, 3], [3, 16], [1, 1]]

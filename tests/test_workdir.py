@@ -257,7 +257,7 @@ def test_without_a_folder_named_the_cache_is_the_users_or_on_the_disk_that_proce
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     folder = tmp_path / "flaxformer_min" / "corpora"
-    where, config = prepared_data._cache_of, changed(alone, "data", cache=None)
+    where, config = prepared_data.cache_of, changed(alone, "data", cache=None)
     if processes == 2:
         assert where(config, tmp_path / "w") == tmp_path / "w" / "corpus"
         return

@@ -201,12 +201,17 @@ def evaluation_batches(
     Rows are a multiple of `row_multiple`. No split is refused: if the token budget is too small for
     `row_multiple` rows of the longest pair, batches have more tokens than the budget.
     """
+    plan = evaluation_plan(corpus.lengths, config, row_multiple)
+    for step in range(plan.batches_per_epoch):
+        yield assemble(plan, corpus, pad_id, step, own_rows)
+
+
+def evaluation_plan(lengths: np.ndarray, config: DataConfig, row_multiple: int) -> BatchPlan:
+    """Returns the plan of the batches of `evaluation_batches` for pairs of `lengths` [N, 2]."""
     few = dataclasses.replace(
         config,
         num_buckets=min(config.num_buckets, EVALUATION_BUCKETS),
         row_multiple=row_multiple,
-        tokens_per_batch=max(config.tokens_per_batch, row_multiple * int(corpus.lengths.max())),
+        tokens_per_batch=max(config.tokens_per_batch, row_multiple * int(lengths.max())),
     )
-    plan = BatchPlan(corpus.lengths, few, shuffle=False)
-    for step in range(plan.batches_per_epoch):
-        yield assemble(plan, corpus, pad_id, step, own_rows)
+    return BatchPlan(lengths, few, shuffle=False)

@@ -45,7 +45,7 @@ class EncodedCorpus:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         """Opens a directory that `prepare_split` wrote, with ids stored as `dtype`."""
-        self.lengths = _mapped(folder / "lengths", "int32").reshape(-1, 2)
+        self.lengths = lengths_in(folder)
         self._ids = _mapped(folder / "ids", dtype)
         self._starts = np.zeros(len(self.lengths) + 1, np.int64)
         np.cumsum(self.lengths.sum(axis=1), out=self._starts[1:])
@@ -127,6 +127,14 @@ def open_split(cache_dir: str | Path, digest: str, tokenizer: Tokenizer) -> Enco
     Raises OSError if its files cannot be opened.
     """
     return EncodedCorpus(Path(cache_dir) / digest, _dtype(tokenizer))
+
+
+def lengths_in(folder: Path) -> np.ndarray:
+    """Returns the lengths [N, 2] of the pairs of a split that `prepare_split` encoded there.
+
+    Raises OSError or ValueError if there is none.
+    """
+    return _mapped(folder / "lengths", "int32").reshape(-1, 2)
 
 
 def _is_whole(folder: Path) -> bool:

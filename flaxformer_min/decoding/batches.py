@@ -7,11 +7,22 @@ change how it is computed.
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-# A device decodes at most this many lines at once, this many hypotheses of theirs, and this many
-# source positions, padding counted. More lines share more of each step's fixed cost, which on a CPU
-# gains nothing beyond 16, and a product with 80 rows takes longer for each than one with 50.
-MOST_ROWS, MOST_HYPOTHESES, BATCH_TOKENS = 16, 50, 1024
+
+class Capacity(NamedTuple):
+    """How much a device of one kind decodes at once."""
+
+    lines: int  # at most so many lines,
+    hypotheses: int  # at most so many hypotheses of theirs,
+    positions: int  # and at most so many source positions, padding counted
+    first_block: int | None  # positions of the cache's first block; None: model.cached.FIRST_BLOCK
+
+
+# More lines share more of each step's fixed cost, which on a CPU gains nothing beyond 16, and a
+# product with 80 rows takes longer for each than one with 50. A TPU is planned, not measured.
+CPU = Capacity(16, 50, 1024, None)
+TPU = Capacity(256, 1024, 32_768, 2**31)
 # A search's batch has this many lines for each row that is decoded at once (decoding/rows.py). Rows
 # are idle only at its end, so more lines waste less; but a caller waits for a whole batch.
 LINES_PER_ROW = 16
@@ -27,6 +38,7 @@ def plan_batches(
     lines_per_row: int = 1,
     at_once: int = 1,
     beam_size: int = 1,
+    capacity: Capacity = CPU,
 ) -> Iterator[Planned]:
     """Yields the width and the members of each batch: a line's index for each place, None if empty.
 
@@ -45,7 +57,7 @@ def plan_batches(
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     for rung, group in itertools.groupby(by_length, rung_of):
         members, width = list(group), shapes[rung]
-        rows, count = rows_at_once(width, beam_size) * devices, len(members)
+        rows, count = rows_at_once(width, beam_size, capacity) * devices, len(members)
         size = rows * lines_per_row
         shares = min(-(-count * at_once // len(lengths)), -(-count // rows))
         batches = max(-(-count // size), shares)
@@ -55,9 +67,15 @@ def plan_batches(
             yield width, [member for device in range(devices) for member in places[device::devices]]
 
 
-def rows_at_once(width: int, beam_size: int = 1) -> int:
+def capacity_of(platform: str) -> Capacity:
+    """Returns what a device decodes at once, by the platform that JAX names: cpu, gpu or tpu."""
+    return TPU if platform == "tpu" else CPU
+
+
+def rows_at_once(width: int, beam_size: int = 1, capacity: Capacity = CPU) -> int:
     """Returns how many lines of this width a device decodes at once."""
-    return max(1, min(MOST_ROWS, MOST_HYPOTHESES // beam_size, BATCH_TOKENS // width))
+    rows = capacity.lines, capacity.hypotheses // beam_size, capacity.positions // width
+    return max(1, min(rows))
 
 
 def shape_ladder(longest: int) -> list[int]:

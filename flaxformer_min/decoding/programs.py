@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from flaxformer_min.data.tokenizer import Tokenizer
 from flaxformer_min.decoding import constraints
-from flaxformer_min.decoding.batches import rows_at_once
+from flaxformer_min.decoding.batches import CPU, Capacity, rows_at_once
 from flaxformer_min.decoding.options import Options
 from flaxformer_min.decoding.sampling import narrow, sample
 from flaxformer_min.decoding.search import (
@@ -56,7 +56,12 @@ class Ready(NamedTuple):
     memories: list[list[KeysValues]]  # for each model, for each of its layers
 
 
-def on_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+def rows_mesh(devices: Sequence[Any]) -> Mesh:
+    """Returns the mesh over which `on_devices` splits the rows of a batch."""
+    return jax.make_mesh((len(devices),), ("rows",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def on_devices(function: Callable[..., Any], mesh: Mesh) -> Any:
     """Compiles function(params, rows, ...), with the rows of all arrays split over the mesh.
 
     `rows` is a tree of arrays [B, ...]; all other arguments are whole on every device. Each device
@@ -81,19 +86,20 @@ def search_batch(
     params: tuple[Params, ...],
     sentences: PaddedSentences,
     options: Options,
+    capacity: Capacity = CPU,
 ) -> Hypotheses:
     """Returns the N = n_best hypotheses of each sentence, tokens [B, N, T], best first.
 
     `options` must be complete (`Options.with_defaults`). A hypothesis has at most `longest` tokens,
     and at most max_length_offset tokens more than its source, or than its prefix and EOS if these
-    are longer.
+    are longer. `capacity` is that of the device.
     """
     models = [nnx.merge(*member) for member in zip(graphdefs, params, strict=True)]
     width = sentences.source.shape[1]
-    search = _search_settings(models, tokenizer, longest, width, options)
+    search = _search_settings(models, tokenizer, longest, width, options, capacity)
     assert search.rows is not None
     shape = search.rows, search.beam_size, search.length
-    caches = [init_cache(model, *shape) for model in models]
+    caches = [init_cache(model, *shape, capacity.first_block) for model in models]
     if options.sample:
         sentences = _repeat(sentences, options.n_best)
     limits = _limits(sentences, options, longest, tokenizer.pad_id)
@@ -108,7 +114,12 @@ def search_batch(
 
 
 def _search_settings(
-    models: Sequence[Transformer], tokenizer: Tokenizer, longest: int, width: int, options: Options
+    models: Sequence[Transformer],
+    tokenizer: Tokenizer,
+    longest: int,
+    width: int,
+    options: Options,
+    capacity: Capacity,
 ) -> Search:
     """Returns the settings of a search over sentences padded to `width`."""
     alpha, offset = options.length_penalty_alpha, options.max_length_offset
@@ -121,7 +132,7 @@ def _search_settings(
         beam_size=options.beam_size,
         n_best=min(options.n_best, options.beam_size),  # a search that samples finds one
         length_penalty_alpha=alpha,
-        rows=rows_at_once(width, options.beam_size),
+        rows=rows_at_once(width, options.beam_size, capacity),
         prepare=functools.partial(encode_sources, models, tokenizer.pad_id),
         allowed=constraint(tokenizer, options),
         move=lambda caches, parents: [cache.moved(parents) for cache in caches],

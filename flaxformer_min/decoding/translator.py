@@ -17,7 +17,7 @@ from typing import Literal, overload
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxformer_min.checkpoints.leaves import fitting
@@ -25,9 +25,21 @@ from flaxformer_min.checkpoints.load import load_for_inference
 from flaxformer_min.config import Config, ModelConfig
 from flaxformer_min.data.batch import padded
 from flaxformer_min.data.tokenizer import Tokenizer
-from flaxformer_min.decoding.batches import LINES_PER_ROW, Planned, plan_batches, shape_ladder
+from flaxformer_min.decoding.batches import (
+    LINES_PER_ROW,
+    Planned,
+    capacity_of,
+    plan_batches,
+    shape_ladder,
+)
 from flaxformer_min.decoding.options import Options
-from flaxformer_min.decoding.programs import Pairs, on_devices, score_batch, search_batch
+from flaxformer_min.decoding.programs import (
+    Pairs,
+    on_devices,
+    rows_mesh,
+    score_batch,
+    search_batch,
+)
 from flaxformer_min.decoding.search import Hypotheses
 from flaxformer_min.decoding.sentences import (
     NO_SENTENCE,
@@ -93,10 +105,8 @@ class Translator:
         start_devices()
         self.config, self.tokenizer, self.step = config, tokenizer, step
         devices = devices or jax.local_devices()
-        self._devices = len(devices)
-        mesh = jax.make_mesh(
-            (self._devices,), ("rows",), axis_types=(AxisType.Auto,), devices=devices
-        )
+        self._devices, self._capacity = len(devices), capacity_of(devices[0].platform)
+        mesh = rows_mesh(devices)
         self._everywhere = NamedSharding(mesh, P())
         models = [config.model, *(model for model, _ in others)]
         self._longest = min(model.max_length for model in models)
@@ -109,7 +119,9 @@ class Translator:
             jax.device_put(fitting(other, shapes), self._everywhere)
             for (_, other), shapes in zip(others, self._shapes[1:], strict=True)
         )
-        search = functools.partial(search_batch, graphdefs, tokenizer, self._longest)
+        search = functools.partial(
+            search_batch, graphdefs, tokenizer, self._longest, capacity=self._capacity
+        )
         self._search = on_devices(search, mesh)
         self._score = on_devices(functools.partial(score_batch, graphdefs, tokenizer), mesh)
         self._weigh = on_devices(functools.partial(_weigh, graphdefs[0], tokenizer), mesh)
@@ -387,7 +399,7 @@ class Translator:
         self, lengths: Sequence[int], lines_per_row: int = 1, beam_size: int | None = 1
     ) -> Iterator[Planned]:
         assert beam_size is not None
-        most = self._devices, lines_per_row, BATCHES_AT_ONCE, beam_size
+        most = self._devices, lines_per_row, BATCHES_AT_ONCE, beam_size, self._capacity
         return plan_batches(lengths, self._longest, *most)
 
     def _attention(self, batch: PaddedSentences, found: Hypotheses) -> list[AttentionWeights]:

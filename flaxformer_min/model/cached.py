@@ -78,19 +78,27 @@ class DecodingCache(NamedTuple):
         return self._replace(ancestors=ancestors)
 
 
-def block_sizes(length: int) -> list[int]:
-    """Returns the number of positions of each block of a cache; they sum to `length`."""
+def block_sizes(length: int, first: int | None = None) -> list[int]:
+    """Returns the number of positions of each block of a cache; they sum to `length`.
+
+    The first block has `first` of them, by default FIRST_BLOCK.
+    """
     sizes: list[int] = []
     while (total := sum(sizes)) < length:
-        sizes.append(min(max(FIRST_BLOCK, total // 4), length - total))
+        sizes.append(min(max(first or FIRST_BLOCK, total // 4), length - total))
     return sizes
 
 
-def init_cache(model: Transformer, batch: int, hypotheses: int, length: int) -> DecodingCache:
-    """Returns an empty cache of `length` positions for `batch` sentences of `hypotheses` each."""
+def init_cache(
+    model: Transformer, batch: int, hypotheses: int, length: int, first_block: int | None = None
+) -> DecodingCache:
+    """Returns an empty cache of `length` positions for `batch` sentences of `hypotheses` each.
+
+    `first_block` is that of `block_sizes`.
+    """
     config, dtype = model.config, model.dtype
     heads = batch, config.num_heads
-    sizes = [positions * hypotheses for positions in block_sizes(length)]
+    sizes = [positions * hypotheses for positions in block_sizes(length, first_block)]
     keys = [jnp.zeros((*heads, config.d_k, size), dtype) for size in sizes]
     values = [jnp.zeros((*heads, size, config.d_v), dtype) for size in sizes]
     past = [CacheBlock(*block) for block in zip(keys, values, strict=True)]
@@ -271,8 +279,33 @@ def put(
 ) -> Shaped[Array, "B ..."]:
     """Returns a copy of x in which x[b] holds new[b] from places[b] on along `axis` of x.
 
-    Where new[b] would not lie within x[b], x[b] is unchanged.
+    Where new[b] would not lie within x[b], x[b] is unchanged. A TPU would scatter one row after
+    another; it writes all of x again instead, on its way from memory to the next operation.
     """
+    return jax.lax.platform_dependent(
+        *(x, new, places),
+        tpu=functools.partial(_put_by_selecting, axis=axis),
+        default=functools.partial(_put_by_scattering, axis=axis),
+    )
+
+
+def _put_by_selecting(
+    x: Shaped[Array, "B ..."], new: Shaped[Array, "B ..."], places: Int[Array, " B"], axis: int
+) -> Shaped[Array, "B ..."]:
+    """Does what `put` does, by one choice for each place of `new` along the axis."""
+    size, room = new.shape[axis], x.shape[axis] - new.shape[axis]
+    places = jnp.where((places >= 0) & (places <= room), places, -size)
+    along = [x.shape[axis] if a == axis else 1 for a in range(x.ndim)]
+    offsets = jnp.arange(x.shape[axis]).reshape(along) - jnp.expand_dims(places, range(1, x.ndim))
+    for n in range(size):
+        x = jnp.where(offsets == n, jax.lax.slice_in_dim(new, n, n + 1, axis=axis), x)
+    return x
+
+
+def _put_by_scattering(
+    x: Shaped[Array, "B ..."], new: Shaped[Array, "B ..."], places: Int[Array, " B"], axis: int
+) -> Shaped[Array, "B ..."]:
+    """Does what `put` does, by a scatter of each sentence."""
     window = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(x.ndim - 1)),
         inserted_window_dims=(),

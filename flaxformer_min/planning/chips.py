@@ -24,13 +24,14 @@ class Chip:
     peak_flops: float | None = None  # FLOPs a second in bfloat16
     clock: float | None = None  # cycles a second
     interconnect: float | None = None  # bytes a second to other chips over all links together
+    bandwidth: float | None = None  # bytes a second from and to its memory
 
 
 GIB = 2**30
 CHIPS = {
-    "v5e": Chip(15.75 * GIB, 197e12, 197e12 / (4 * 128**2 * 2), 1600e9 / 8),
-    "v5p": Chip(95.74 * GIB, 459e12, 459e12 / (8 * 128**2 * 2), 4800e9 / 8),
-    "v6e": Chip(31.25 * GIB, 918e12, 918e12 / (4 * 256**2 * 2), 3584e9 / 8),
+    "v5e": Chip(15.75 * GIB, 197e12, 197e12 / (4 * 128**2 * 2), 1600e9 / 8, 819e9),
+    "v5p": Chip(95.74 * GIB, 459e12, 459e12 / (8 * 128**2 * 2), 4800e9 / 8, 2765e9),
+    "v6e": Chip(31.25 * GIB, 918e12, 918e12 / (4 * 256**2 * 2), 3584e9 / 8, 1638e9),
     "cpu": Chip(),
 }
 
@@ -79,6 +80,8 @@ def _tpus(topology: str) -> Sequence[Any]:
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     try:
-        return topologies.get_topology_desc(topology, "tpu").devices
+        # A single chip is a part of a host, which has to be said.
+        one = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
+        return topologies.get_topology_desc(topology, "tpu", **one).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise UserError(f"--topology {topology}: {first_line(error)}") from error

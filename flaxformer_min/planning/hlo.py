@@ -21,7 +21,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from flaxformer_min.planning.parts import part_of
@@ -70,6 +70,7 @@ _CALLED = re.compile(
     r"|true_computation|false_computation|branch_computations|called_computations)"
     r"=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)[a-z0-9]*\[([\d,]*)\]")
 
@@ -87,12 +88,15 @@ class _Instruction(NamedTuple):
     text: str  # the whole line
 
 
-def read(text: str) -> Program:
+def read(text: str, turns: Sequence[int] = ()) -> Program:
     """Returns the program in `text`, which is what `compiled.as_text()` gives.
 
+    A loop whose number of turns XLA does not note turns as often as its condition bounds it. If
+    `turns` are given, those among them that are a `lax.while_loop` turn turns[h] times, where h is
+    how deep further such loops lie within it; XLA makes the others, of scatters for example.
     Raises AssertionError where a part of the program that has estimates cannot be counted.
     """
-    reader = _Reader(text)
+    reader = _Reader(text, turns)
     program = reader.run(reader.entry)
     for name, computation in reader.computations.items():
         noted = any(instruction.cycles for instruction in computation)
@@ -103,9 +107,9 @@ def read(text: str) -> Program:
 class _Reader:
     """The computations of a text by name, and the names of those that have been counted."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, turns: Sequence[int]) -> None:
         self.computations: dict[str, list[_Instruction]] = {}
-        self.entry, self.reached = "", set[str]()
+        self.entry, self.reached, self.turns = "", set[str](), turns
         instructions: list[_Instruction] = []
         for line in text.splitlines():
             if head := _COMPUTATION.match(line):
@@ -158,13 +162,29 @@ class _Reader:
         return _sum(programs)
 
     def _trip_count(self, loop: _Instruction) -> int:
-        """Returns how often a loop turns, as XLA notes it or as the loop's condition bounds it."""
-        if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
+        """Returns how often a loop turns, as XLA notes it, or else as `read` says."""
+        if noted := _TRIPS.search(loop.text):
             return int(noted[1])
+        if self.turns and _is_open(loop):
+            return self.turns[self._depth(loop.called[1])]
         condition = "\n".join(line.text for line in self.computations[loop.called[0]])
         bounds = re.findall(r" s32\[\]\S* constant\((\d+)\)", condition)
         assert len(bounds) == 1, f"{loop.name} is a loop without a fixed number of turns"
         return int(bounds[0])
+
+    def _depth(self, name: str) -> int:
+        """Returns how deep open loops lie in each other in a computation."""
+        depths = [
+            _is_open(line) + max(map(self._depth, line.called), default=0)
+            for line in self.computations[name]
+        ]
+        return max(depths, default=0)
+
+
+def _is_open(line: _Instruction) -> bool:
+    """Whether it is a `lax.while_loop` of which XLA does not note how often it turns."""
+    is_loop = line.opcode == "while" and _source(line).endswith("/while")
+    return is_loop and not _TRIPS.search(line.text)
 
 
 def _parse(line: str) -> _Instruction:

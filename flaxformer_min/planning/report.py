@@ -58,8 +58,29 @@ class ShapePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProgramPlan:
+    """A program of a run that is not the train step, in one shape.
+
+    Bytes are those of one device. A value is None where the program has no such thing or the
+    compiler does not give it.
+    """
+
+    name: str
+    shape: str  # rows on all devices, source length and target length
+    share: float  # of the batches or sentences that have this shape, from 0 to 1
+    beside: int  # bytes of the run's state that lie in memory meanwhile and are no argument
+    memory: dict[str, int] | None = None  # bytes by MEMORY_KINDS
+    refusal: str = ""  # the reason if it does not fit
+    seconds: float | None = None  # of one call
+    sentences_per_second: float | None = None  # of the devices that work together
+    step_seconds: float | None = None  # of one step of a search
+    bound_seconds: float | None = None  # the least that a step could take
+    bound_sentences_per_second: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """What compiling a config's training step for a topology has shown."""
+    """What compiling a config's programs for a topology has shown."""
 
     topology: str
     chip: Chip
@@ -68,6 +89,7 @@ class Plan:
     steps: int
     shapes: tuple[ShapePlan, ...]
     advice: str  # the change that would make every shape fit; "" if they fit as they are
+    programs: tuple[ProgramPlan, ...] = ()  # beside the train step
 
     @property
     def devices(self) -> int:
@@ -78,7 +100,16 @@ class Plan:
     def hours(self) -> float | None:
         """Hours of all steps; evaluations and checkpoints come on top."""
         parts = [shape.seconds * shape.share for shape in self.shapes if shape.seconds is not None]
-        return self.steps / 3600 * math.fsum(parts) if len(parts) == len(self.shapes) else None
+        if not parts or len(parts) < len(self.shapes):
+            return None
+        return self.steps / 3600 * math.fsum(parts)
+
+    @property
+    def refused(self) -> list[tuple[str, str]]:
+        """The name and the reason of everything that does not fit."""
+        found = [(shape.name, shape.refusal) for shape in self.shapes]
+        found += [(f"{one.name} {one.shape}".strip(), one.refusal) for one in self.programs]
+        return [(name, refusal) for name, refusal in found if refusal]
 
     def utilisation(self, shape: ShapePlan) -> float | None:
         """Returns the share of the chips' peak FLOPs that the model's FLOPs take, from 0 to 1."""
@@ -96,7 +127,7 @@ def to_json(plan: Plan) -> str:
         leaf |= {"utilisation": plan.utilisation(shape)}
         leaf |= {"tokens_per_second": shape.tokens_per_second}
     chip_hours = None if plan.hours is None else plan.hours * plan.devices
-    tree |= {"fits": not plan.advice, "hours": plan.hours, "chip_hours": chip_hours}
+    tree |= {"fits": not plan.refused, "hours": plan.hours, "chip_hours": chip_hours}
     return json.dumps({"versions": versions(), "devices": plan.devices} | tree, indent=2)
 
 
@@ -108,11 +139,11 @@ def to_text(plan: Plan) -> str:
         f"{plan.topology}: {plan.devices} devices, mesh {mesh}; {plan.parameters:,} parameters; "
         f"compiled by {used}",
         "",
-        *_markdown([_row(plan, shape) for shape in plan.shapes]),
-        "",
+        *_table([_row(plan, shape) for shape in plan.shapes]),
         *(_exchanges(shape) for shape in plan.shapes if not shape.refusal),
-        "",
+        *[""] * bool(plan.shapes),
         *_parts(plan),
+        *_programs(plan),
         *_verdict(plan),
     ]
     return "\n".join(lines)
@@ -173,7 +204,27 @@ def _parts(plan: Plan) -> list[str]:
     ]
     full = {"part": "(products at full rate)"} | ideal | {"what would help": ""}
     whole = {shape.name: _cell(shape.seconds, ".1f", 1e-3) for shape in timed}
-    return [*_markdown([*rows, {"part": "whole"} | whole | {"what would help": ""}, full]), ""]
+    return _table([*rows, {"part": "whole"} | whole | {"what would help": ""}, full])
+
+
+def _programs(plan: Plan) -> list[str]:
+    """Returns a table with one line a program beside the train step, and what decoding comes to."""
+    rows = [
+        {
+            "program": one.name,
+            "rows x S x T": one.shape or "-",
+            "share": f"{one.share:.0%}",
+            "GiB a device": _cell(sum((one.memory or {}).values()) or None, ".2f", GIB),
+            "beside it": _cell(one.beside, ".2f", GIB),
+            "ms": _cell(one.seconds, ",.1f", 1e-3),
+            "ms a step": _cell(one.step_seconds, ".2f", 1e-3),
+            "bound": _cell(one.bound_seconds, ".2f", 1e-3),
+            "sentences/s": _cell(one.sentences_per_second or None, ",.0f"),
+            "at the bound": _cell(one.bound_sentences_per_second, ",.0f"),
+        }
+        for one in plan.programs
+    ]
+    return _table(rows)
 
 
 def _seconds(shape: ShapePlan, part: str) -> float | None:
@@ -182,23 +233,28 @@ def _seconds(shape: ShapePlan, part: str) -> float | None:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    for shape in plan.shapes:
-        if shape.refusal:
-            yield f"{shape.name} does not fit: {shape.refusal}"
+    for name, refusal in plan.refused:
+        yield f"{name} does not fit: {refusal}"
     if plan.advice:
         yield plan.advice
-    elif plan.chip.memory is not None:
+    elif not plan.refused and plan.chip.memory is not None:
         yield f"it fits into the {plan.chip.memory / GIB:.2f} GiB of a chip"
     if (hours := plan.hours) is not None:
         yield f"{plan.steps:,} steps: {hours:,.1f} hours, {hours * plan.devices:,.0f} chip-hours"
 
 
-def _markdown(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Returns the lines of a Markdown table with aligned columns; the rows' keys are its head."""
+def _table(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Returns the lines of a Markdown table with aligned columns, and a blank one; [] of no rows.
+
+    The rows' keys are its head.
+    """
+    if not rows:
+        return []
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |"
         for line in cells
     ]
-    return [lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]]
+    line = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+    return [lines[0], line, *lines[1:], ""]

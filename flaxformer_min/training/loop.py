@@ -31,7 +31,7 @@ from flaxformer_min.training.log import MetricsLog, QuietLog
 from flaxformer_min.training.optimizer import make_schedule
 from flaxformer_min.training.prepared_data import prepare_data, read_digests
 from flaxformer_min.training.profiler import Profiler
-from flaxformer_min.training.state import Metrics, TrainState, init_state
+from flaxformer_min.training.state import Metrics, TrainState
 from flaxformer_min.training.step import StepProgram
 from flaxformer_min.training.validation import GivenUp, Validation, measure_of
 from flaxformer_min.training.workdir import hold, write_config
@@ -149,11 +149,9 @@ class Trainer:
 
         Its weights are drawn, or taken from the checkpoint `train.initialize_from`.
         """
-        folder, seed = self.config.train.initialize_from, self.config.train.seed
+        folder = self.config.train.initialize_from
         weights = None if folder is None else _weights_of(folder, self.program.shapes.params)
-        model, vocab_size = self.config.model, self.config.data.vocab_size
-        draw = functools.partial(init_state, model, vocab_size, self.program.optimizer, seed)
-        state = jax.jit(draw, out_shardings=sharding.shardings(self.mesh, self.program.shapes))()
+        state = self.program.drawn()
         _say(f"{count_parameters(state.params):,} parameters")
         if weights is None:
             return state

@@ -62,7 +62,7 @@ def _prepare(config: Config, workdir: Path) -> dict[str, str]:
 
     Returns the digests in corpus.json, and as "cache" the folder of the cache.
     """
-    data, cache = config.data, _cache_of(config, workdir)
+    data, cache = config.data, cache_of(config, workdir)
     before = read_digests(workdir) if resumes(workdir) else {}
     tokenizer = _prepare_tokenizer(config, workdir, cache, before)
     _, train = prepare_split(data, data.train, tokenizer, cache)
@@ -77,7 +77,7 @@ def _prepare(config: Config, workdir: Path) -> dict[str, str]:
     return {"cache": str(cache), **read_digests(workdir)}
 
 
-def _cache_of(config: Config, workdir: Path) -> Path:
+def cache_of(config: Config, workdir: Path) -> Path:
     """Returns the folder of encoded corpora and trained tokenizers, as the comment on `data.cache`.
 
     A workdir that has them keeps them: it is that of an older version, or of several processes.

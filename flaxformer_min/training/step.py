@@ -1,5 +1,6 @@
 """One training step as a pure function of (state, batch, key), and as a config's program."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ from flaxformer_min.data.batch import Batch, Bucket
 from flaxformer_min.model.build import Params, split_model
 from flaxformer_min.training.loss import Loss, Sums, make_loss
 from flaxformer_min.training.optimizer import make_optimizer
-from flaxformer_min.training.sharding import abstract, abstract_rows
-from flaxformer_min.training.state import Metrics, TrainState, initial_state
+from flaxformer_min.training.sharding import abstract, abstract_rows, shardings
+from flaxformer_min.training.state import Metrics, TrainState, init_state, initial_state
 
 
 def make_train_step(
@@ -93,7 +94,7 @@ class StepProgram:
     """The training step of a config on a mesh: a run executes it, a plan only compiles it.
 
     `jitted` is the function of `make_train_step`, which reuses the buffers of the state it is
-    given; `shapes` are the shapes and shardings of that state.
+    given; `drawn` makes the first state; `shapes` are the shapes and shardings of a state.
     """
 
     def __init__(self, config: Config, mesh: Mesh, *, pad_id: int, bos_id: int):
@@ -106,6 +107,9 @@ class StepProgram:
         loss = make_loss(self.graphdef, **ids, smoothing=smoothing, mesh=mesh)
         train_step = make_train_step(loss, self.optimizer, config.optimizer.accumulation)
         self.jitted = jax.jit(train_step, donate_argnums=0)
+        # () -> the state before step 1, of which each device draws only its share
+        draw = functools.partial(init_state, model, vocab_size, self.optimizer, config.train.seed)
+        self.drawn = jax.jit(draw, out_shardings=shardings(mesh, self.shapes))
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles the step for batches of the shape `bucket`; nothing is allocated."""

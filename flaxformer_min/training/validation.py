@@ -40,6 +40,17 @@ def measure_of(config: Config, digest: str) -> str:
     return hashlib.sha256(json.dumps([digest, search]).encode()).hexdigest()
 
 
+def loss_sums(graphdef: nnx.GraphDef, mesh: Mesh, *, pad_id: int, bos_id: int) -> Any:
+    """Returns the jitted function (params, batch) -> (sum of unsmoothed losses, target tokens)."""
+    ids = {"pad_id": pad_id, "bos_id": bos_id}
+    unsmoothed = make_loss(graphdef, **ids, smoothing=0.0, mesh=mesh)
+
+    def sums(params: Params, batch: Batch) -> Sums:
+        return unsmoothed(params, batch, None)
+
+    return jax.jit(sums, out_shardings=NamedSharding(mesh, P()))
+
+
 class GivenUp(Exception):
     """An evaluation was ended between two batches because the run was asked to stop."""
 
@@ -68,14 +79,9 @@ class Validation:
         pairs = list(read_pairs(config.data, config.data.validation))
         self._sources, self._references = map(list, zip(*pairs, strict=True))
 
-        ids = {"pad_id": data.tokenizer.pad_id, "bos_id": data.tokenizer.bos_id}
-        unsmoothed = make_loss(graphdef, **ids, smoothing=0.0)
-
-        def sums(params: Params, batch: Batch) -> Sums:
-            return unsmoothed(params, batch, None)
-
-        whole = NamedSharding(mesh, P())
-        self._sums = compiled_together(jax.jit(sums, out_shardings=whole))
+        tokenizer = data.tokenizer
+        sums = loss_sums(graphdef, mesh, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
+        self._sums = compiled_together(sums)
 
     def __call__(self, params: Params, step: int, stop: AgreedStop) -> dict[str, Any]:
         """Evaluates `params` at `step`; the record is for metrics.jsonl and the checkpoint.
