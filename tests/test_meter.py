@@ -1,5 +1,7 @@
 """Progress: plain lines where there is no terminal, soon at first and seldom later."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -49,3 +51,22 @@ def test_a_slow_rate_has_a_decimal_and_a_short_task_one_line(clock, capsys):
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == third == "translating: 7 lines"
     assert second == "translating: 3 of 7 lines, 1.5 a second, 00:02 left"
+
+
+@pytest.mark.run
+def test_a_bar_starts_no_process_of_its_own() -> None:
+    """Where processes start anew (spawn, or Python 3.14), a lock between processes needs one."""
+    code = """
+import multiprocessing, os
+multiprocessing.set_start_method("spawn")
+from flaxformer_min.system.meter import Meter, say
+say("lines are read")
+with Meter("reading", 2, "lines") as meter:
+    meter.update(2)
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:  # there is no child
+    print("alone")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("alone\n", 0), done.stderr

@@ -2,11 +2,23 @@
 
 import contextlib
 import sys
+import threading
 import time
 
 from tqdm import tqdm
 
 LONGEST_PAUSE = 30.0  # seconds between two plain lines; the first ones come faster
+
+
+class Bar(tqdm):
+    """A bar whose lock is one between threads.
+
+    tqdm's own is also one between processes, for which Python 3.14 starts a process that outlives
+    this one by a moment.
+    """
+
+
+Bar.set_lock(threading.RLock())
 
 
 class Pace:
@@ -31,7 +43,7 @@ class Pace:
     def left(self, done: int, total: int) -> str:
         """Returns the time that the rest takes, as "00:26 left", if it goes on as before."""
         seconds = self.elapsed() * (total - done) / max(done, 1)
-        return f"{tqdm.format_interval(seconds)} left"
+        return f"{Bar.format_interval(seconds)} left"
 
 
 class Meter:
@@ -46,7 +58,7 @@ class Meter:
         self, task: str, total: int, unit: str, *, plain: bool = True, bar: bool = True
     ) -> None:
         about = {"total": total, "desc": task, "unit": f" {unit}", "leave": False}
-        self._bar = tqdm(**about, disable=None if bar else True)  # None: unless on a terminal
+        self._bar = Bar(**about, disable=None if bar else True)  # None: unless on a terminal
         self._task, self._total, self._unit = task, total, unit
         self._plain, self._done, self._told = plain and not sys.stderr.isatty(), 0, False
         self._pace = Pace()
@@ -79,4 +91,4 @@ def say(text: str) -> None:
     A run goes on then, at least to its next step boundary, where it can be saved.
     """
     with contextlib.suppress(OSError):
-        tqdm.write(text, file=sys.stderr)
+        Bar.write(text, file=sys.stderr)

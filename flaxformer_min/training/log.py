@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from tqdm import tqdm
 
 from flaxformer_min.checkpoints.progress import says_something
 from flaxformer_min.system.files import naming, replace_file
-from flaxformer_min.system.meter import Pace, say
+from flaxformer_min.system.meter import Bar, Pace, say
 from flaxformer_min.training.cursor import Cursor
 from flaxformer_min.training.state import Metrics
 
@@ -118,7 +117,7 @@ class MetricsLog(QuietLog):
         _drop_later_lines(self._path, cursor)
         self._file = self._path.open("a", encoding="utf-8")
         self._events = Events(workdir / "tensorboard", cursor.step, hparams)
-        self._bar = tqdm(  # disable=None shows it on a terminal only
+        self._bar = Bar(  # disable=None shows it on a terminal only
             total=steps, initial=cursor.step, unit=" steps", disable=None, smoothing=0.05
         )
         self._pace, self._steps = Pace(), steps
