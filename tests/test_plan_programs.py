@@ -40,7 +40,7 @@ def test_the_shapes_of_decoding_follow_from_the_lengths_of_the_validation_split(
     lengths = train, validation
     searches = programs_of(config, lengths, devices, ["search"])
     rows = 16  # of a CPU, whatever the width here
-    narrow, wide = Bucket(rows * 8 * 2, 16, 16 + 5), Bucket(rows * 8 * 2, 24, 24 + 5)
+    narrow, wide = Bucket(rows * 16 * 2, 16, 16 + 5), Bucket(rows * 16 * 2, 24, 24 + 5)
     assert [(p.bucket, p.beam, p.share, p.steps, p.rows) for p in searches] == [
         (narrow, 1, 0.5, (3 * 7 + 11) / 4, rows),
         (narrow, 2, 0.5, 8.0, rows),
@@ -149,12 +149,12 @@ def test_open_loops_turn_as_often_as_the_reader_is_told_by_what_lies_within_them
 @pytest.mark.usefixtures("as_users_have_it")
 def test_sentences_a_second_are_those_of_full_rows_and_the_bound_is_beside_them():
     chip = dataclasses.replace(CHIPS["v5e"], clock=1000.0)
-    program = Program("search", Bucket(8 * 16, 16, 21), 1.0, beam=2, rows=16, steps=10.0)
+    program = Program("search", Bucket(16 * 16, 16, 21), 1.0, beam=2, rows=16, steps=10.0)
     times = plan._times(CONFIG, chip, program, SEARCH, devices=4)
-    seconds = (11 + 8 * (1000 + 10 * 135 + 16 * 3)) / 1000
+    seconds = (11 + 16 * (1000 + 10 * 135 + 16 * 3)) / 1000
     assert times["seconds"] == pytest.approx(seconds)
     assert times["step_seconds"] == pytest.approx(0.135)
-    assert times["sentences_per_second"] == pytest.approx(4 * 8 * 16 / seconds)
+    assert times["sentences_per_second"] == pytest.approx(4 * 16 * 16 / seconds)
     bound = times["bound_seconds"]
     assert times["bound_sentences_per_second"] == pytest.approx(4 * 16 / (10 * bound))
     assert plan._times(CONFIG, CHIPS["cpu"], program, SEARCH, 1) == {}
