@@ -53,7 +53,7 @@ CLOSED = {
 IMPORTERS = {"cli": "__main__", "flags": "cli", "interop": "cli", "see": "cli"}
 # Code lines. The aims are 500, 5,000, 600 and 600; three were missed (LOG.md says by what). Between
 # additions that an issue asks for, these ceilings only come down.
-LARGEST = {"model, without the cache": 514, "everything but interop and see": 7950}
+LARGEST = {"model, without the cache": 514, "everything but interop and see": 7952}
 LARGEST |= {"interop": 600, "see": 862}
 
 TESTS, BENCHMARKS, TOOLS = ROOT / "tests", ROOT / "benchmarks", ROOT / "tools"
