@@ -37,7 +37,8 @@ def test_an_average_is_the_float32_mean_of_the_last_by_step_number(tmp_path):
     assert_same_bits(loaded.params, mean)
     assert (loaded.step, loaded.config) == (10000, CONFIG)
     assert loaded.tokenizer.model_bytes == TOKENIZER.model_bytes
-    assert read_meta(tmp_path / "mean").averaged_steps == [900, 1000, 10000]
+    meta = read_meta(tmp_path / "mean")
+    assert (meta.averaged_steps, meta.interim) == ([900, 1000, 10000], False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mean", "run"]
 
 
