@@ -353,6 +353,16 @@ def test_the_fused_kernel_gets_the_same_mask_and_scale_and_gives_the_same_axes_b
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_evaluation_runs_without_the_fused_kernel_which_needs_a_gpu():
+    x = jax.random.normal(jax.random.key(5), (2, 5, CONFIG.d_model))
+    outputs = []
+    for kind in ("exact", "cudnn"):
+        config = dataclasses.replace(CONFIG, attention=kind)
+        attention = MultiHeadAttention(config, rngs=nnx.Rngs(3))
+        outputs.append(attention(x, attention.keys_values(x), jnp.ones((1, 1, 1, 5), bool)))
+    np.testing.assert_array_equal(*outputs)
+
+
 @pytest.mark.run
 def test_the_weights_that_are_shown_are_those_before_dropout():
     config = dataclasses.replace(CONFIG, attention_dropout=0.5)

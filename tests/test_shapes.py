@@ -105,6 +105,9 @@ def test_ids_on_the_host_that_have_no_row_in_the_table_are_a_value_error():
         source[3, 0] = wrong
         with pytest.raises(ValueError, match=f"ids are from .*{wrong}.*: they must be .* 0 to 30"):
             model.encode(source, padding_mask(source))
+    for known in (0, VOCAB_SIZE - 1):
+        source[3, 0] = known
+        model.encode(source, padding_mask(source))
 
 
 @pytest.mark.parametrize("length", [0, -3])
